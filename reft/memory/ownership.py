@@ -72,7 +72,8 @@ def check_private(path: Path) -> None:
     """Refuse a directory that belongs to another user, or that others may use.
 
     Raises:
-        AuthenticationError: the directory is refused."""
+        AuthenticationError: the directory is refused.
+    """
     info = path.lstat()
     if not stat.S_ISDIR(info.st_mode):
         raise AuthenticationError(f"{path}: expected a directory, found something else; remove it")

@@ -1,13 +1,14 @@
 """Redundant placement on the ring of a sharding group, and the tolerance that follows from it.
 
-- ARC (REFT paper, asynchronous redundant copying): member d keeps its own shard and the shards of
-  its k ring successors. It cuts all of them from its own replica, so no bytes cross the network.
+- ARC (REFT paper, asynchronous redundant copying): member d keeps its own shard and the shards
+  of its k ring successors. All of them are copied from the member's own replica, so no bytes
+  cross the network.
 - ``peer`` (Gemini): state that only one member owns (its ZeRO partition, its host state) is sent to
   its k ring predecessors.
 
-Both have the same holders, so one map serves for both. Under an erasure code, parities replace the
-copies of replicated state. State that only one member owns is still copied, to as many peers as the
-code survives losses.
+Both place a member's bytes on the same holders, so one map serves for both. Under an erasure
+code, parities replace the copies of replicated state. State that only one member owns is still
+copied, to as many peers as the number of losses that the code survives.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from reft.protect.codes import Code, Scheme, fatal_loss, make_code
 class GroupPlacement:
     """Placement of the members' bytes in one sharding group."""
 
-    ring: tuple[int, ...]  # Members in ring order; a member's copies are on its predecessors
+    # Members in ring order; copies of a member's bytes are on its predecessors
+    ring: tuple[int, ...]
     copies: int  # Redundant copies of every shard (k)
     parities: int = 0  # Parities of every stripe of the replicated section; 0 for no erasure code
 
@@ -41,7 +43,7 @@ class GroupPlacement:
         """Return the code of the replicated section.
 
         Raises:
-            ConfigError: the group is too small.
+            ConfigError: the group is too small for the scheme.
         """
         return make_code(self.scheme, self.ring)
 
@@ -64,7 +66,8 @@ class GroupPlacement:
 
 
 def place_group(nodes: Sequence[str], copies: int, parities: int = 0) -> GroupPlacement:
-    """Place a sharding group.
+    """Choose the ring order of a sharding group, so that neighbours are on different nodes if
+    possible.
 
     Args:
         nodes: node of each member.
@@ -79,15 +82,15 @@ def fatal_nodes(
 ) -> tuple[str, ...]:
     """Return a smallest set of nodes whose loss destroys bytes of the group (P4).
 
-    It is computed from the real nodes, not from the scheme's name. State that only one member owns
-    is lost with all its holders. For replicated state under an erasure code, the rank of the
-    remaining equations is tested, except in two cases with a known result:
+    The set is computed from the real nodes, not from the scheme's name. State that only one
+    member owns is lost if all its holders are lost. For replicated state under an erasure code,
+    the rank of the remaining equations is tested, except in two cases with a known result:
 
-    - If each member has its own node, no set smaller than all holders of a member is fatal, because
-      there are more holders than losses that are always survived
+    - If each member has its own node, no set smaller than the holders of one member is fatal,
+      because a member has more holders than the number of losses that are always survived
       (:attr:`reft.protect.codes.Scheme.certain_losses`).
     - Under parities alone, every member has a piece of every stripe. A loss is therefore fatal
-      exactly if it takes more members than there are parities.
+      exactly if more members are lost than a stripe has parities.
 
     Args:
         nodes: node of each member.
@@ -95,7 +98,8 @@ def fatal_nodes(
         gone: members that are lost already.
 
     Returns:
-        The nodes; empty if the loss of ``gone`` was fatal.
+        The nodes; empty if the group cannot be recovered even now, without the members in
+        ``gone``.
 
     Raises:
         ConfigError: the group is too small for the erasure code.
@@ -131,8 +135,8 @@ def tolerance_left(
 ) -> int:
     """Return the largest f such that the group survives *every* loss of f further nodes (P4).
 
-    It is 0 if members share a node with their copies. The loss of all nodes of a group is never
-    survived.
+    The result is 0 if members share a node with their copies. A group never survives the loss of
+    all its nodes.
 
     Args:
         nodes: node of each member.
@@ -140,13 +144,14 @@ def tolerance_left(
         gone: members that are lost already.
 
     Returns:
-        -1 if the group is not recoverable now.
+        The number f; -1 if the group cannot be recovered even now.
     """
     return len(fatal_nodes(nodes, placement, gone)) - 1
 
 
 def tolerance(topology: Topology, copies: int, parities: int = 0) -> int:
-    """Simultaneous node losses that every sharding group of the job survives.
+    """Return the number of simultaneous node losses that every sharding group of the job
+    survives.
 
     Raises:
         ConfigError: the groups are too small for the scheme.
@@ -170,9 +175,10 @@ def fatal(topology: Topology, copies: int, parities: int = 0) -> tuple[str, ...]
 
 
 def group_patterns(topology: Topology) -> tuple[tuple[str, ...], ...]:
-    """Return nodes of one sharding group for each distinct pattern in which members share nodes.
+    """Return the nodes of one sharding group for each distinct pattern in which members share
+    nodes.
 
-    Tolerance depends only on that pattern, and most groups of a job have the same.
+    Tolerance depends only on this pattern, and most groups of a job have the same one.
     """
     found: dict[tuple[int, ...], tuple[str, ...]] = {}
     for group in topology.groups():
@@ -182,10 +188,10 @@ def group_patterns(topology: Topology) -> tuple[tuple[str, ...], ...]:
 
 
 def surviving_schemes(topology: Topology) -> tuple[Scheme, ...]:
-    """Return the cheapest schemes that survive the loss of any node, if members of a group share
-    nodes.
+    """Return the cheapest schemes that survive the loss of any node in a job whose group members
+    share nodes.
 
-    Three schemes are tested: copies, copies with parities, and parities alone.
+    Three kinds of schemes are tested: copies, copies with parities, and parities alone.
     """
     together = max(nodes.count(node) for nodes in group_patterns(topology) for node in set(nodes))
     tried = (Scheme(1), Scheme(1, 1), Scheme(0, together))
@@ -193,12 +199,14 @@ def surviving_schemes(topology: Topology) -> tuple[Scheme, ...]:
     return tuple(s for s in fitting if tolerance(topology, s.copies, s.parities))
 
 
-LEAST_ARENAS = 2  # One for the committed version, one for the version being written (P3)
+# Fewest arenas of a rank: one for the committed version, one for the version being written (P3)
+LEAST_ARENAS = 2
 
 
 @dataclass(frozen=True)
 class ProtectionLevel:
-    """A level of protection: redundancy, and number of versions kept by each rank."""
+    """A level of protection: the scheme, and the number of versions (arenas) that each rank
+    keeps."""
 
     scheme: Scheme
     arenas: int
@@ -212,7 +220,7 @@ def ladder(scheme: Scheme, arenas: int, members: int) -> tuple[ProtectionLevel, 
 
     Args:
         scheme: requested scheme.
-        arenas: requested number of versions.
+        arenas: requested number of versions that each rank keeps.
         members: size of the sharding groups.
     """
     levels = [ProtectionLevel(scheme, count) for count in range(arenas, LEAST_ARENAS, -1)]
@@ -221,10 +229,11 @@ def ladder(scheme: Scheme, arenas: int, members: int) -> tuple[ProtectionLevel, 
 
 
 def _cheaper(scheme: Scheme, members: int) -> Iterator[Scheme]:
-    """Yield schemes in decreasing order of memory.
+    """Yield schemes that need less memory than ``scheme``, in decreasing order of memory.
 
-    Each keeps less of the replicated section than the previous one, and no more copies of owned
-    state. Among these, the one that survives most losses comes next, then the most expensive one.
+    Each next scheme stores less of the replicated section than the previous one, and no more
+    copies of owned state. Of several such schemes, it is the one that survives most losses, and
+    of these the one that needs most memory.
     """
     losses = scheme.copies + scheme.parities
     while True:
@@ -255,7 +264,7 @@ _PRECISION = 1e-9
 
 @dataclass(frozen=True)
 class Weibull:
-    """One cause of failure of a node.
+    """Weibull distribution of the time to a node's failure from one cause.
 
     The λ of the published form exp(-λ t^c) is ``scale_secs ** -shape``."""
 
@@ -275,24 +284,26 @@ class Weibull:
 
 
 def node_survival(secs: float, causes: Sequence[Weibull]) -> float:
-    """q(t), probability that no cause has failed the node after ``secs`` seconds."""
+    """Return q(t), the probability that a node has not failed from any cause after ``secs``
+    seconds."""
     return prod(cause.survival(secs) for cause in causes)
 
 
 def losses_within(size: int, tolerance: int) -> tuple[int, ...]:
-    """Return the number of survived sets for each number of lost nodes, if exactly up to
-    ``tolerance`` are.
+    """Return, for each number of lost nodes, how many sets of that many nodes a group survives,
+    if it survives the loss of up to ``tolerance`` nodes and no more.
     """
     return tuple(comb(size, j) if j <= tolerance else 0 for j in range(size + 1))
 
 
 def protected_survival(q: float, nodes: int, survived: Sequence[int]) -> float:
-    """P_reft, probability that all ``nodes / D`` groups survive, if each node does with ``q``.
+    """Return P_reft, the probability that all ``nodes / D`` groups survive if each node survives
+    with probability ``q``.
 
     Args:
         q: probability that a node survives.
         nodes: number of nodes.
-        survived: see :func:`losses_within`; D is its length minus 1.
+        survived: result of :func:`losses_within`; the group size D is its length minus 1.
     """
     size = len(survived) - 1
     if size < 1 or nodes % size:
@@ -304,16 +315,16 @@ def protected_survival(q: float, nodes: int, survived: Sequence[int]) -> float:
 def persist_interval_secs(
     target: float, causes: Sequence[Weibull], nodes: int, survived: Sequence[int]
 ) -> float:
-    """Return advised interval between checkpoints on storage: the t at which P_reft(t) =
-    ``target``.
+    """Return the advised interval between checkpoints on storage, in seconds: the t at which
+    P_reft(t) = ``target``.
 
-    During it, memory alone survives with at least that probability.
+    Within this time, memory alone survives with at least that probability.
 
     Args:
         target: probability between 0 and 1.
         causes: causes of failure of a node.
         nodes: number of nodes.
-        survived: see :func:`losses_within`.
+        survived: result of :func:`losses_within`.
 
     Raises:
         ConfigError: the target or the causes are invalid.
