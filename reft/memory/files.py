@@ -246,7 +246,7 @@ def default_margin_bytes(directory: Path) -> int:
 
 
 def cgroup_free_bytes(process: Path = _PROCESS, root: Path = _CGROUPS) -> Iterator[int]:
-    """Yield the free bytes of each control group of a process that has a limit; negative if the
+    """Return the free bytes of each control group of a process that has a limit; negative if the
     group uses more than its limit.
 
     Args:
