@@ -327,7 +327,9 @@ class TrainingProgram:
     # -- every iteration ---------------------------------------------------------------------------
 
     def _client_state(self) -> dict[str, Any]:
-        """The state in the program's checkpoint apart from model, optimizer and random states."""
+        """Return the state in the program's checkpoint apart from model, optimizer and random
+        states.
+        """
         args = self._training.get_args()
         counted = {name: getattr(args, name) for name in _COUNTED}
         return {

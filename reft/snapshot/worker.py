@@ -162,7 +162,7 @@ def named_step(proposal: int, *, step: int, newest_step: int, late: bool) -> int
 
 
 def may_lag(holds_up: bool, *, step: int, newest_step: int, late: bool) -> bool:
-    """Whether the next votes may lag behind training because of this rank.
+    """Return whether the next votes may lag behind training because of this rank.
 
     Args:
         holds_up: this rank has more to do before the next vote than to seal the version.
@@ -200,9 +200,10 @@ class Votes:
         """Why training must not continue; all ranks receive it in the same vote."""
 
     def given_up_step(self, step: int) -> int:
-        """Step of the newest version that all ranks gave up, at least two steps before ``step``;
-        -1 if there is none. Newer votes are ignored: not every rank may have received their
-        results."""
+        """Return the step of the newest version that all ranks gave up, at least two steps before
+        ``step``; -1 if there is none. Newer votes are ignored: not every rank may have received
+        their results.
+        """
         return max((at for at in self._given_up if at + 2 <= step), default=-1)
 
     def gave_up(self, step: int) -> None:
@@ -790,7 +791,7 @@ class SnapshotWorker:
                 self.callbacks.stats.total_traffic.add(writer.traffic)
 
     def _gate_for(self, request: SnapshotRequest) -> Gate:
-        """The gate for the chunks of a version."""
+        """Return the gate for the chunks of a version."""
         if request.paced:
             return self._gate
         waited_for = request.required or request.variant is Variant.BLOCKING
@@ -820,7 +821,7 @@ class SnapshotWorker:
         return [feature for feature in self.features if feature.neutral_ballot()]
 
     def _ballot(self, state: RankState) -> Ballot:
-        """The ballot of this rank. On an error it votes no, since peers are waiting (P6)."""
+        """Return the ballot of this rank. On an error it votes no, since peers are waiting (P6)."""
         voters = self._voters
         try:
             cause = state.head.cause
@@ -971,7 +972,7 @@ class SnapshotWorker:
             feature.forget_arenas()
 
     def _fits(self, request: SnapshotRequest) -> bool:
-        """Whether the layout fits the state of a request."""
+        """Return whether the layout fits the state of a request."""
         return (
             self.layout is not None
             and request.images is not None
@@ -981,7 +982,8 @@ class SnapshotWorker:
 
     def _renew_layout(self, request: SnapshotRequest) -> versions.Event:
         """Agree on a layout for the newest state of every rank, and reserve its memory.
-        Collective."""
+        Collective.
+        """
         if len(request.host_blob) > self._host_bytes:
             self._host_bytes = 2 * len(request.host_blob)
         images = request.images or self._images
