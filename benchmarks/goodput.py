@@ -41,9 +41,9 @@ from typing import Any
 from common import parser, progress, scratch
 from job_events import EventReader
 from local_cluster import KillKind
-from mttr import trainer_arguments
+from mttr import job_facts, trainer_arguments
 from mttr_jobs import Job
-from results import facts, run_lines
+from results import run_lines
 
 from benchmarks.simulator.failures import (
     Failure,
@@ -53,7 +53,6 @@ from benchmarks.simulator.failures import (
     simulate_preemptions,
     simulate_scale,
 )
-from examples.llama.model_config import load_model
 from reft.profile.figure import new_figure, save_figure
 
 UNDISTURBED = "undisturbed"
@@ -446,15 +445,7 @@ def main() -> None:
         options.settle_secs = 1.0
     with scratch(options) as space:
         runs = measure(options, space)
-    result = {**facts("goodput", options), "mtbf_secs": options.mtbf_secs, **summarise(runs)}
-    # What common facts say is of a model of ``--params``; this job trains a named one.
-    model = load_model("tiny", {"seq_length": options.seq})
-    result["model"] |= {
-        "parameters": model.parameters,
-        "layers": model.layers,
-        "hidden": model.hidden_size,
-        "vocabulary": model.vocab_size,
-    }
+    result = {**job_facts("goodput", options), "mtbf_secs": options.mtbf_secs, **summarise(runs)}
     if options.figure:
         draw(result, options.figure)
     print(json.dumps(result, indent=1) if options.json else table(result))
