@@ -120,7 +120,7 @@ class LayoutOptions:
     dp: int | None = None
     nodes: int | None = None  # Number of nodes
     micro_batches: int | None = None  # Micro-batches per pipeline and step
-    order: str = "-".join(AXES)  # Order of the axes, slowest first, or "auto"
+    order: str = "-".join(AXES)  # Order of the axes, slowest first; "across-nodes" chooses it
 
 
 @dataclass(frozen=True)
