@@ -581,7 +581,8 @@ class Tree:
             self.close()
             if isinstance(error, (OSError, EOFError, AuthenticationError)):
                 raise TransferError(
-                    f"a peer died, left or is silent ({name}): {error or type(error).__name__}"
+                    "a peer died, left or is silent: "
+                    f"{error or type(error).__name__} (in collective {name})"
                 ) from error
             raise
 

@@ -322,8 +322,8 @@ class Agent:
         price = {
             ExitCause.OWN: f"uses restart {used + 1} of {allowed}{since}",
             ExitCause.UNCLEAR: "the other nodes decide whether this uses a restart",
-            ExitCause.SIZE: "another number of nodes may fit: uses no restart",
-        }.get(failure.cause, "a peer vanished: uses no restart")
+            ExitCause.SIZE: "restarting with another number of nodes; this uses no restart",
+        }.get(failure.cause, "restarting; this uses no restart, since a peer vanished")
         logger.warning("trainers ended: %s; %s", failure.reason, price)
         return True
 

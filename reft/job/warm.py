@@ -43,7 +43,7 @@ from reft.errors import ReftError
 from reft.job import script
 from reft.job.script import WorkerExit
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("reft.job.warm")  # Run with -m, where __name__ is "__main__"
 
 DEFAULT_MODULES = (
     "numpy.random",

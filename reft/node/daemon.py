@@ -54,7 +54,7 @@ from reft.node.progress import process_state
 from reft.storage.persist import persist_label
 from reft.storage.persister import Persister, PersistStatus, label_json
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("reft.node.daemon")  # Run with -m, where __name__ is "__main__"
 
 _POLL_SECS = 1.0  # Interval at which arenas are read if no trainer wakes the daemon
 _STATUS_SECS = 0.2
@@ -208,7 +208,9 @@ class Daemon:
             # already use the memory.
             if self._launcher_pid and os.getppid() != self._launcher_pid:
                 logger.warning(
-                    "the launcher is gone; ending, the memory stays in %s", self._job_dir.path
+                    "the launcher of this node is gone, and its daemon ends. Versions stay in %s "
+                    "for the time when the node joins again; 'reft clean' removes them",
+                    self._job_dir.path,
                 )
                 self._kill_workers()
                 self.persister.close()

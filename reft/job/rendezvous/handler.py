@@ -481,7 +481,8 @@ class StoreRendezvous:
             return
         self._has_warned = True
         logger.warning(
-            "%d of %d nodes are here; waiting up to %.0f s for `reft launch` on another node",
+            "%d of %d nodes are here. Start `reft launch` on another node, or again on a lost one, "
+            "within %.0f s. Keep the nodes that are here: they hold the job's memory",
             present,
             required,
             self._join_secs,

@@ -24,7 +24,9 @@ from reft.job.script import not_ignored
 from reft.memory.job_secret import user_secret
 from reft.refusal import Parser
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(
+    "reft.job.rendezvous.server"
+)  # Run with -m, where __name__ is "__main__"
 
 _SERVED_KEY = "reft/rendezvous"  # Only a store of ``reft rendezvous`` has this key
 

@@ -20,6 +20,7 @@ from reft.checks.preflight import (
     find_part,
     is_offloaded,
     recompute_findings,
+    values_left_open,
 )
 from reft.config import ReftConfig, Variant, parse_block
 from reft.errors import ConfigError
@@ -30,6 +31,19 @@ from reft.tools.planning.model import Cluster, Training, load_shape, read_model_
 
 _ADAM = ("adam", "adamw", "lamb", "fusedadam", "fusedlamb")
 _MOMENT_BYTES = 8
+_DECIDING = frozenset(
+    {
+        *("bf16.enabled", "fp16.enabled", "optimizer.type", "zero_optimization.stage"),
+        *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
+    }
+)
+"""Keys without whose value a job cannot be planned."""
+_MEGATRON = {
+    "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 1},
+    "optimizer": {"type": "Adam"},
+}
+"""DeepSpeed's settings that hold what Megatron-LM holds with its distributed optimizer in bf16."""
 
 
 # DeepSpeed's own order comes first, then orders that number tensor slices consecutively, because
@@ -91,8 +105,8 @@ def parse_order(text: str) -> tuple[str, ...]:
     order = tuple(text.replace(",", "-").split("-"))
     if sorted(order) != sorted(AXES):
         raise ConfigError(
-            f"--rank-order is {text!r}; write 'auto' or pipe, data and model in some order, such "
-            "as data-pipe-model"
+            f"--rank-order is {text!r}; write 'across-nodes', or pipe, data and model in some "
+            "order, such as data-pipe-model"
         )
     return order
 
@@ -106,7 +120,7 @@ class LayoutOptions:
     dp: int | None = None
     nodes: int | None = None  # Number of nodes
     micro_batches: int | None = None  # Micro-batches per pipeline and step
-    order: str = "-".join(AXES)  # Order of the axes, slowest first, or "auto"
+    order: str = "-".join(AXES)  # Order of the axes, slowest first; "across-nodes" chooses it
 
 
 @dataclass(frozen=True)
@@ -118,6 +132,7 @@ class PlannedJob:
     # Nominal number of parameters, taken as spread evenly over the stages; None: count each stage's
     parameters: float | None = None
     notes: tuple[str, ...] = ()  # Assumptions that were made
+    for_megatron: bool = False  # Megatron-LM trains, and writes its checkpoints itself
 
     @cached_property
     def topology(self) -> Topology:
@@ -184,6 +199,7 @@ def plan_job(
     parameters: float | None = None,
     *,
     seq_length: int | None = None,
+    for_megatron: bool = False,
 ) -> PlannedJob:
     """Build the job that a DeepSpeed configuration describes.
 
@@ -196,6 +212,7 @@ def plan_job(
         parameters: nominal number of parameters from which bytes are counted, as publications do;
             None: the exact number of the model.
         seq_length: tokens per sample; None: the model's own.
+        for_megatron: Megatron-LM trains, and ``config`` holds the block alone.
 
     Raises:
         ConfigError: the configuration or the options do not describe a job.
@@ -205,9 +222,20 @@ def plan_job(
         raise ConfigError(
             f'"variant" is "{block.variant}", which only measurements need; write "has" to plan it'
         )
+    if left_open := sorted(_DECIDING.intersection(values_left_open(config))):
+        raise ConfigError(
+            f'{", ".join(left_open)}: the value is "auto", which a Trainer fills in when it '
+            "starts; write the values that it would fill in into a copy, and plan that"
+        )
     for finding in recompute_findings(config, block):
         raise ConfigError(str(finding))
     notes: list[str] = []
+    if for_megatron:
+        config = {**config, **_MEGATRON}
+        notes.append(
+            "the file holds the reft block alone: planned as Megatron-LM with --bf16 "
+            "--use-distributed-optimizer, one sample in a micro-batch; give --micro-batches"
+        )
     half, owned = _count_bytes(config, layouting.pp, notes)
     zero_3 = find_part(config, "zero_optimization").get("stage") == 3
     if zero_3 and layouting.pp > 1:
@@ -246,11 +274,11 @@ def plan_job(
         offloaded=is_offloaded(config),
     )
     nodes = [rank // cluster.devices_per_node for rank in range(degrees.world_size)]
-    auto = layouting.order == "auto"
+    auto = layouting.order in ("auto", "across-nodes")
     layout = JobLayout(
         degrees, choose_order(degrees, nodes) if auto else parse_order(layouting.order)
     )
-    return PlannedJob(training, block, half, layout, parameters, tuple(notes))
+    return PlannedJob(training, block, half, layout, parameters, tuple(notes), for_megatron)
 
 
 def _count_bytes(config: Mapping[str, Any], pp: int, notes: list[str]) -> tuple[bool, bool]:

@@ -244,7 +244,7 @@ def read_shape(path: Path, seq_length: int | None = None) -> PlannedShape:
 
 _MODELS = [read_shape(path) for path in Path(__file__).with_name("models").glob("*.json")]
 SHAPES = {shape.name: shape for shape in sorted(_MODELS, key=lambda shape: shape.parameters)}
-"""The Llama-2 models of the REFT paper, and a small one."""
+"""Llama-2 models, among them those of the REFT paper, and a small one."""
 
 
 def load_shape(model: str, seq_length: int | None) -> tuple[PlannedShape, str]:
@@ -266,9 +266,8 @@ def load_shape(model: str, seq_length: int | None) -> tuple[PlannedShape, str]:
             near = get_close_matches(name, SHAPES, n=1)
             hint = f"did you mean {near[0]}? " if near else ""
             raise ConfigError(
-                f"no model named {name!r}; {hint}known: {', '.join(SHAPES)}. For another one give "
-                "the path of its Hugging Face config.json, or the nearest of these with "
-                "--parameters, such as 70B"
+                f"no model named {model!r}; {hint}known: {', '.join(SHAPES)}. For another one give "
+                "the path of its Hugging Face config.json, or only its size: --parameters 8B"
             )
         return replace(known, seq_length=seq_length or known.seq_length), ""
     shape = read_shape(path, seq_length)

@@ -123,11 +123,18 @@ def make_plan(
         does = 'take them less often ("interval_steps"), or allow more'
         problems.append(str(Finding(Severity.REFUSED, text, does)))
     storage = plan_storage(job, planned, step * (1 + overhead), every)
+    write_secs = storage["costs"]["write_secs"]
+    if block.persist.dir is not None and step + write_secs > block.grace_secs:
+        notes.append(
+            f"a step and writing its version take {duration(step + write_secs)}, more than "
+            f"grace_secs, {duration(block.grace_secs)}: after SIGTERM the version may not reach "
+            f"storage. Write a larger grace_secs, and give the scheduler more than that"
+        )
     return {
         ESTIMATED: True,
         "well": not problems,
         "problems": problems,
-        "warnings": list(map(str, block_findings(block))),
+        "warnings": list(map(str, block_findings(block, for_megatron=job.for_megatron))),
         "notes": notes,
         "job": {
             "model": training.shape.name,
