@@ -50,8 +50,8 @@ def _findings(config: Mapping[str, Any], block: ReftConfig) -> list[Finding]:
 
 
 def holds_block_alone(config: Mapping[str, Any]) -> bool:
-    """Whether a file holds the block and nothing of DeepSpeed, as Megatron-LM needs it
-    (``reft launch --block``)."""
+    """Whether a configuration file holds the ``reft`` block alone, without DeepSpeed's settings,
+    as for Megatron-LM (``reft launch --block``)."""
     return set(config) == {BLOCK_NAME}
 
 
@@ -576,7 +576,7 @@ class ScriptLook:
                     )
 
     def _not_looked_for(self) -> Finding:
-        """A note on the state of a script that reading it does not show."""
+        """Note that the analysis cannot find all state that a script holds itself."""
         call = "reft.attach(engine, state={...}) or its client_state"
         if self._is_megatrons():
             call = "reft.keep_state({...}) before pretrain()"

@@ -146,7 +146,7 @@ def attach(  # noqa: PLR0917 -- the parts of a session
 
 
 class Recorder:
-    """Records the steps of one rank, and kills it as planned. Used by the training thread."""
+    """Records the steps of one rank, and kills its process as planned (training thread)."""
 
     def __init__(
         self, context: JobContext, memory: JobMemory, stopping: StopController, directory: Path
