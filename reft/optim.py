@@ -1,9 +1,11 @@
-"""Adam whose arithmetic is the same to the bit on every device and on the host, for AOR on a GPU.
+"""Adam with the same result, bit for bit, on every device and on the host.
 
-A GPU's fused Adam contracts multiplications and additions, so a host that repeats its step gets
-other last bits. :class:`ExactAdam` uses only operations that IEEE 754 rounds correctly (add,
-subtract, multiply, divide, square root), each a kernel of its own over fp32 tensors, so that no
-compiler can contract two of them. With ``t`` the number of the step and RN() one rounding to fp32:
+It is needed where hosts recompute the optimizer steps of their peers (AOR) and the peers train on a
+GPU: a GPU's fused Adam contracts multiplications and additions, so a host that repeats its step
+gets different last bits. :class:`ExactAdam` uses only operations that IEEE 754 rounds correctly
+(add, subtract, multiply, divide, square root). Each is a kernel of its own over fp32 tensors, so
+that no compiler can contract two of them. With ``t`` the number of the step and RN() one rounding
+to fp32:
 
     AdamW       p = RN(p · RN(1 - lr·wd))                                          where wd is not 0
     Adam        g = RN(RN(p · RN(wd)) + g)                                         instead
@@ -12,22 +14,21 @@ compiler can contract two of them. With ``t`` the number of the step and RN() on
     update      d = RN(RN(RN(√v) · RN(1/√(1-β2^t))) + RN(eps))
                 p = RN(p - RN(RN(m / d) · RN(lr/(1-β1^t))))
 
-- Scalars are computed on the host in fp64 by such operations too (powers by repeated
-  multiplication, not by ``pow``, whose last bit differs between C libraries) and rounded to fp32
-  once.
-- No tensor is divided by a scalar: torch's kernel for CUDA and ROCm multiplies by the reciprocal
-  instead. Square roots on the host are NumPy's: torch's come from a vector library there (MKL) that
-  rounds 7 of 1,000 wrongly.
-- Denormals are kept, as torch's kernels for CUDA and ROCm keep them. A host thread that flushes
-  them (``torch.set_flush_denormal(True)``) computes something else; peers repeat a host's step in
-  its own mode.
+- Scalars are computed on the host in fp64, by correctly rounded operations only, and rounded to
+  fp32 once. Powers are computed by repeated multiplication, not by ``pow``, whose last bit differs
+  between C libraries.
+- No tensor is divided by a scalar, because torch's kernels for CUDA and ROCm multiply by the
+  reciprocal instead. On the host, square roots are NumPy's: torch's come from a vector library
+  (MKL) that rounds 7 of 1,000 wrongly.
+- Denormals are kept, as in torch's kernels for CUDA and ROCm. A host thread that flushes them
+  (``torch.set_flush_denormal(True)``) gets a different result; if a peer trains on its host, its
+  step is recomputed in the same mode.
 - The bits of a NaN are not defined.
 
-On AMD's devices division and root are correctly rounded and denormals kept by the compiler's
-defaults (``tests/protect/test_kernels.py`` reads what it makes for MI250X). Do not
-``torch.compile`` the
-step: a compiler that sees several operations may contract them, and then every partition differs
-and is sent.
+On AMD's devices the compiler's defaults round division and root correctly and keep denormals
+(``tests/protect/test_kernels.py`` checks the code for MI250X). Do not ``torch.compile`` the step: a
+compiler that sees several operations may contract them; then every recomputed partition differs
+from the owner's and has to be sent.
 
 Cost: with CuPy one pass over memory, by a fused kernel that rounds after every operation; else 13
 passes, and temporary memory of two slices. Shown on x86-64 hosts (``tests/test_optim.py``); the
@@ -54,14 +55,15 @@ from reft.kernels import on_stream_of, processors, usable_cupy
 logger = logging.getLogger(__name__)
 
 HOST_ELEMENTS = 2**14
-"""Elements of a slice on the host. A slice fits into the second-level cache, and torch processes it
-in the calling thread, so only that thread's mode for denormals matters."""
+"""Number of elements that the host processes at a time (a slice). A slice fits into the
+second-level cache, and is small enough for torch to process it in the calling thread, so that only
+this thread's mode for denormals matters."""
 DEVICE_ELEMENTS = 2**24
 
 
 @dataclass(frozen=True)
 class _Scalars:
-    """The scalars of one step; each is representable in fp32, so no kernel rounds it again."""
+    """The scalars of one step. Each is representable in fp32, so that no kernel rounds it again."""
 
     beta1: float
     rest1: float
@@ -82,24 +84,24 @@ class _Scalars:
             *(float(group["eps"]), lr / (1 - power(beta1, step))),
             *(1 - lr * decay if decoupled else 1.0, 0.0 if decoupled else decay),
         )
-        # Rounded to the nearest fp32 number, ties to even
+        # Round to the nearest fp32 number, ties to even
         return cls(*map(float, np.array(exact, np.float32)))
 
 
 class ExactAdam(torch.optim.Optimizer):
-    """AdamW (or Adam) over fp32 parameters, the same to the bit on a device and on the host.
+    """AdamW (or Adam) over fp32 parameters, with the same bits on a device and on the host.
 
-    Give it to ``deepspeed.initialize(optimizer=...)``. Under ZeRO write
-    ``"zero_allow_untested_optimizer": true`` into the DeepSpeed JSON: DeepSpeed knows only its own
-    list.
+    Pass it to ``deepspeed.initialize(optimizer=...)``. With ZeRO, also write
+    ``"zero_allow_untested_optimizer": true`` into the DeepSpeed JSON: DeepSpeed otherwise accepts
+    only optimizers of its own list.
 
     Args:
-        params: parameters, or dicts of groups with options of their own.
+        params: parameters, or dicts of parameter groups with options of their own.
         lr: learning rate.
-        betas: decay of the first and second moment, each in [0, 1).
-        eps: added to the denominator, at least 0.
-        weight_decay: at least 0.
-        decoupled_weight_decay: True: on the weights (AdamW); False: on the gradient (Adam).
+        betas: decay factors of the first and second moment, each in [0, 1).
+        eps: number that is added to the denominator, at least 0.
+        weight_decay: factor of the weight decay, at least 0.
+        decoupled_weight_decay: True: decay the weights (AdamW); False: add to the gradient (Adam).
 
     Raises:
         ValueError: an option is out of its range.
@@ -132,7 +134,7 @@ class ExactAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Make one step with the gradients in ``grad``; parameters without one stay as they are.
+        """Make one step with the gradients in ``grad``; skip parameters without a gradient.
 
         Raises:
             TypeError: a parameter or a gradient is not a dense fp32 tensor.
@@ -159,7 +161,7 @@ class ExactAdam(torch.optim.Optimizer):
                 )
         state = self.state[param]
         if not state:
-            # Torch's keys and types, so that every reader of Adam's state can read this one.
+            # Use torch's keys and types, so that code which reads Adam's state can read this one.
             state["step"] = torch.tensor(0.0)
             state["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)
             state["exp_avg_sq"] = torch.zeros_like(param, memory_format=torch.preserve_format)
@@ -176,7 +178,7 @@ class ExactAdam(torch.optim.Optimizer):
 def _update(
     p: torch.Tensor, g: torch.Tensor, m: torch.Tensor, v: torch.Tensor, s: _Scalars
 ) -> None:
-    """Make one step in place, as in the module's docstring. Each line is a single operation."""
+    """Make one step in place, by the formulas in the module's docstring, one operation per line."""
     if s.keep != 1.0:
         p.mul_(s.keep)
     if s.decay != 0.0:
@@ -307,7 +309,7 @@ def _kernel(device: int) -> Any:
 
 
 def square_root(v: torch.Tensor, out: torch.Tensor) -> None:
-    """A square root that is correctly rounded, also on the host."""
+    """Compute a correctly rounded square root, on a device or on the host."""
     if v.device.type == "cpu":
         np.sqrt(v.numpy(), out=out.numpy())
     else:
@@ -315,9 +317,9 @@ def square_root(v: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def slices(*tensors: torch.Tensor) -> Iterator[list[torch.Tensor]]:
-    """Split tensors into equal ranges, which fit into the cache on a host.
+    """Split tensors of the same length into the same ranges, which on a host fit into the cache.
 
-    Tensors that are not contiguous are not split.
+    If a tensor is not contiguous, none is split.
     """
     if not all(t.is_contiguous() for t in tensors):
         yield list(tensors)
@@ -328,9 +330,9 @@ def slices(*tensors: torch.Tensor) -> Iterator[list[torch.Tensor]]:
 
 
 def power(base: float, exponent: int) -> float:
-    """``base ** exponent`` by squaring, which gives the same bits everywhere.
+    """Compute ``base ** exponent`` by squaring, which gives the same bits on every machine.
 
-    Its error is far below a rounding to fp32.
+    The error is far below that of a rounding to fp32.
     """
     result = 1.0
     while exponent:

@@ -37,13 +37,14 @@ _DECIDING = frozenset(
         *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
     }
 )
-"""Keys without whose value a job cannot be planned."""
+"""Keys whose values a plan depends on: "auto" is not accepted for them."""
 _MEGATRON = {
     "bf16": {"enabled": True},
     "zero_optimization": {"stage": 1},
     "optimizer": {"type": "Adam"},
 }
-"""DeepSpeed's settings that hold what Megatron-LM holds with its distributed optimizer in bf16."""
+"""DeepSpeed's settings with the same training state as Megatron-LM's distributed optimizer in
+bf16."""
 
 
 # DeepSpeed's own order comes first, then orders that number tensor slices consecutively, because
