@@ -76,6 +76,12 @@ def engine_findings(config: Mapping[str, Any]) -> Iterator[Finding]:
     if kind in ("onebitadam", "zerooneadam", "onebitlamb"):
         found = f'"optimizer.type" is {kind!r}, which keeps an error feedback per worker'
         yield refused(found, 'write "AdamW"')
+    if kind == "exactadam" and stage and not config.get("zero_allow_untested_optimizer"):
+        yield refused(
+            f'"optimizer.type" is "ExactAdam" at ZeRO-{stage}, where DeepSpeed accepts its own '
+            "optimizers alone",
+            'write "zero_allow_untested_optimizer": true',
+        )
     if kind == "muon":
         yield refused('"optimizer.type" is "muon", whose state reft does not know', 'write "AdamW"')
     autocast = find_part(config, "torch_autocast")
@@ -209,7 +215,7 @@ def recompute_findings(config: Mapping[str, Any], block: ReftConfig) -> Iterator
         yield refused(f"{found} keeps those of the own partition only", f"{leave_out}, or write 1")
         return
     kind = str(find_part(config, "optimizer").get("type", "")).lower()
-    if kind not in ("", "adam", "adamw"):
+    if kind not in ("", "adam", "adamw", "exactadam"):
         found = f'"optimizer.type" is {kind!r}, but "{AOR}" recomputes Adam and AdamW only'
         yield refused(found, f'write "AdamW", or {leave_out}')
     kept = [name for name in ("reduce_scatter", "contiguous_gradients") if zero.get(name, True)]

@@ -125,9 +125,10 @@ def explain_inexact(recipe: AdamRecipe, *, seen_exact: bool = True) -> str | Non
     change = (
         'Leave "+aor" out of "protection"'
         if recipe.kind is AdamKind.EXACT
-        else "For partitions that are recomputed to the bit, pass "
-        "optimizer=reft.ExactAdam(model.parameters(), lr=...) to deepspeed.initialize instead of "
-        '"optimizer", and write "zero_allow_untested_optimizer": true'
+        else "For partitions that are recomputed to the bit, write "
+        '"optimizer": {"type": "ExactAdam", "params": {"lr": ...}} and '
+        '"zero_allow_untested_optimizer": true into the DeepSpeed JSON, or pass '
+        "optimizer=reft.ExactAdam(...) to deepspeed.initialize"
     )
     return (
         f'"+aor" saves no traffic here, since every partition is sent after all: the optimizer, '
