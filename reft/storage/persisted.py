@@ -31,8 +31,8 @@ logger = logging.getLogger(__name__)
 MARKER_NAME = "reft.json"
 LATEST_NAME = "latest"
 MARKER_FORMAT = 2
-# Fixed, publicly known key of the MACs in arenas on storage. A job's secret may be lost with its memory, so
-# these MACs detect damage, not forgery.
+# Fixed, publicly known key of the MACs in arenas on storage. A job's secret may be lost with its
+# memory, so these MACs detect damage, not forgery.
 STORAGE_KEY = b"reft on storage"
 _READ_BYTES = 4 * 2**20
 _TAG = re.compile(r"^\.?global_step\d+")
