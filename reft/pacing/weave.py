@@ -33,7 +33,7 @@ from reft.wrapping import wrap
 
 
 class OpenSnapshotWindow(PipeInstruction):  # type: ignore[misc]
-    """Instruction: the device is about to wait, so snapshot copies may run.
+    """Instruction that marks where the device is about to wait, so that snapshot copies may run.
 
     Args:
         window_id: position of the waiting instruction in the step.
@@ -42,7 +42,7 @@ class OpenSnapshotWindow(PipeInstruction):  # type: ignore[misc]
 
 
 class CloseSnapshotWindow(PipeInstruction):  # type: ignore[misc]
-    """Instruction: the device continues, so snapshot copies stop.
+    """Instruction that marks where the device continues, so that snapshot copies stop.
 
     Args:
         window_id: position of the waiting instruction in the step.
