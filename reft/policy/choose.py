@@ -413,10 +413,16 @@ def _needed(
         apart = f"them on at least {wanted + 1}, best one per node"
         if spread[pp, tp] > wanted:
             apart = "every member on its own node"
+        if len(topology.groups()) == 1:
+            change = f"use at least {wanted + 1} nodes"
+        else:
+            change = (
+                f"put {apart} (for example with a rank order that separates data-parallel peers: "
+                "--rank-order across-nodes)"
+            )
         yield (
             f"the {size} members of the sharding group pp{pp}.tp{tp} sit on {spread[pp, tp]} "
-            f"node(s); put {apart} (for example with a rank order that separates data-parallel "
-            "peers: data-pipe-model)"
+            f"node(s); {change}"
         )
 
 

@@ -339,6 +339,7 @@ class SnapshotWorker:
         self._peer_errors = callbacks.peer_errors
         self._vote_missed = False
         self._broke_off = ""
+        self._reported_stale = False  # A version was given up, and the log says so
         self._gate = gate or Gate()
         self._writer: ArenaWriter | None = None
         """Writer of the version in progress, until that is committed or given up."""
@@ -917,6 +918,7 @@ class SnapshotWorker:
         writer, self._writer = self._writer, None
         assert writer is not None  # it was sealed here
         self.arenas.commit(writer)
+        self._announce_commit(label)
         self.callbacks.stats.commit(label.step, writer.traffic)
         self.callbacks.faults.reach(FaultPoint.AFTER_COMMIT, label.step)
         self._peer_errors.run_guarded(
@@ -933,13 +935,27 @@ class SnapshotWorker:
             "memory cannot be reserved", lambda: self.arenas.reserve_rest(writer.layout)
         )
 
+    def _announce_commit(self, label: VersionId) -> None:
+        """Log the first commit, and the one that ends a series of versions that were given up."""
+        stats = self.callbacks.stats
+        if self._reported_stale:
+            self._reported_stale = False
+            logger.warning("step %d is committed: versions are current again", label.step)
+        elif not stats.committed and self.control.rank == 0:
+            logger.warning("the job is protected: step %d is committed", label.step)
+
     def _tell_given_up(self, label: VersionId, cause: SkipCause) -> None:
-        first = self.callbacks.stats.skip(label.step, cause.kind, str(cause))
+        stats = self.callbacks.stats
+        first = stats.skip(label.step, cause.kind, str(cause))
         if first and not self._state.closing:
+            self._reported_stale = True
+            newest = "none of this start"
+            if stats.committed_step is not None:
+                newest = f"that of step {stats.committed_step}"
             logger.warning(
-                "the version of step %d is given up (%s). Training continues; snapshots are stale "
-                "since step %s",
-                *(label.step, cause, self.callbacks.stats.stale_since_step),
+                "the version of step %d is given up (%s). Snapshots are stale since step %s: the "
+                "newest committed version is %s. Later steps are tried again",
+                *(label.step, cause, stats.stale_since_step, newest),
             )
         self._peer_errors.run_guarded(
             "a skipped version cannot be reported",
@@ -1026,7 +1042,8 @@ class SnapshotWorker:
                 self._peer_errors.record("connecting to the other workers again failed", error)
         self.control.leave()
         logger.error(
-            "the snapshot worker stopped (%s); training continues without snapshots",
+            "no further versions are taken (%s). The newest committed version stays in memory. If "
+            "training does not end by itself, it is unprotected: restart the job",
             self._broke_off,
         )
         return versions.RejoinFailed(self._broke_off)
