@@ -107,11 +107,11 @@ class Run:
         return [step for at, step, _ in self.steps if at <= secs][-1]
 
     def step_secs(self) -> tuple[list[float], list[float]]:
-        """Seconds of the steps without and with a DeepSpeed checkpoint before them."""
+        """Seconds of the trace's steps without and with a DeepSpeed checkpoint before them."""
         plain: list[float] = []
         after_save: list[float] = []
         for (before, step, pid), (after, following, same) in pairwise(self.steps):
-            if pid == same and following == step + 1:
+            if before >= 0.0 and pid == same and following == step + 1:
                 saved = self.save_interval > 1 and step % self.save_interval == 0
                 (after_save if saved else plain).append(after - before)
         return plain, after_save
@@ -126,12 +126,14 @@ class Run:
         # One end more than failures if there are none.
         ends = [*(failure.secs for failure in self.failures[1:]), self.secs]
         for failure, end in zip(self.failures, ends, strict=False):
-            before = [row for row in self.steps if row[0] <= failure.secs][-1]
-            after = [r for r in self.steps if failure.secs < r[0] < end and r[2] != before[2]]
+            ended = [pid for secs, _, pid in self.steps if secs <= failure.secs][-1]
+            after = [r for r in self.steps if failure.secs < r[0] < end and r[2] != ended]
             steps_of = Counter(pid for _, _, pid in after)
             trained = [row for row in after if steps_of[row[2]] > 1]
             if trained:
-                yield failure, trained[0][0] - failure.secs, before[1] - trained[0][1] + 1
+                secs, step, _ = trained[0]
+                reached = self._step_at(secs - 1e-6)
+                yield failure, secs - failure.secs, reached - step + 1
 
 
 def save_interval(way: str) -> int:
