@@ -261,8 +261,11 @@ def costs_of(runs: Sequence[Run]) -> Recovery:
         step_secs=fmean(plain),
         save_interval=runs[0].save_interval,
         save_secs=max(0.0, fmean(after_save) - fmean(plain)) if after_save else 0.0,
-        # A kind that did not happen takes as long as the others.
-        restart_secs={kind: fmean(restarts[kind] or restarts["any"]) for kind in _KINDS},
+        # A kind that did not happen takes as long as the others, and a job that never recovered
+        # the whole trace.
+        restart_secs={
+            kind: fmean(restarts[kind] or restarts["any"] or [runs[0].secs]) for kind in _KINDS
+        },
     )
 
 
@@ -443,7 +446,7 @@ def main() -> None:
     made.set_defaults(pp=2, seq=64, micro_batch=2, micro_batches=4)
     options = made.parse_args()
     if options.quick:
-        options.traces, options.secs, options.mtbf_secs, options.intervals = 1, 30.0, 15.0, [10]
+        options.traces, options.secs, options.mtbf_secs, options.intervals = 1, 60.0, 30.0, [5]
         options.settle_secs = 1.0
     with scratch(options) as space:
         runs = measure(options, space)
