@@ -61,6 +61,7 @@ _KINDS = {"trainer": KillKind.PROCESS, "node": KillKind.NODE}
 _CURVE_SECS = 3.0
 _INTERVALS = (1, 2, 3, 5, 7, 10, 15, 20, 30, 50, 100)
 _TRAINER_SECS = 120.0
+_QUIET = Path(__file__).parents[1] / "docs" / "measurements" / "2026-11-22-mttr-cpu.json"
 
 
 # -- runs ------------------------------------------------------------------------------------------
@@ -100,8 +101,17 @@ class Run:
         return save_interval(self.way)
 
     def progress_at(self, secs: float) -> int:
-        """Steps by which the job is ahead of its first step in the trace."""
-        return self._step_at(secs) - self._step_at(0.0)
+        """Steps by which the job is ahead of the step with which the trace began, at least 0."""
+        return max(0, self._step_at(secs) - self._step_at(0.0))
+
+    def kept_steps(self) -> int:
+        """Progress at the end of the trace; without unsaved steps if the job is down then."""
+        last = self.failures[-1:]
+        if not last or last[0] in [failure for failure, _, _ in self.restarts()]:
+            return self.progress_at(self.secs)
+        step = self._step_at(self.secs)
+        saved = step - step % self.save_interval if self.save_interval else 0
+        return max(0, saved - self._step_at(0.0))
 
     def _step_at(self, secs: float) -> int:
         return [step for at, step, _ in self.steps if at <= secs][-1]
@@ -238,7 +248,7 @@ def measure(options: argparse.Namespace, space: Any) -> list[Run]:
                 continue
             found = run(way, seed, [] if way == UNDISTURBED else trace, options, space)
             runs.append(found)
-            progress(f"trace {seed}, {way}: {found.progress_at(options.secs)} steps")
+            progress(f"trace {seed}, {way}: {found.kept_steps()} steps")
             if options.runs:
                 with options.runs.open("a") as file:
                     file.write(json.dumps(asdict(found)) + "\n")
@@ -305,6 +315,11 @@ def summarise(runs: Sequence[Run]) -> dict[str, Any]:
         "preemptions_simulated": {
             way: simulate_preemptions(costs[way]) for way in ("reft", best, "none")
         },
+        "quiet_machine_simulated": simulate_quiet_machine(
+            [made["reft"].failures for made in by_trace.values()],
+            {way: costs[way] for way in ("reft", best, "none")},
+            runs[0].secs,
+        ),
         "at_scale_simulated": simulate_scale(),
         "traces": traces,
     }
@@ -324,13 +339,31 @@ def simulate_intervals(
     }
 
 
+def simulate_quiet_machine(
+    traces: Sequence[Sequence[Failure]], costs: Mapping[str, Recovery], secs: float
+) -> dict[str, float]:
+    """Mean time shares with the recovery times that mttr.py measured on a quiet machine."""
+    measured = json.loads(_QUIET.read_text())["ways"]
+    found = {}
+    for way, cost in costs.items():
+        system = "reft" if way == "reft" else "torchrun"
+        restart_secs = {
+            kind: measured[name][system]["failure_to_step_secs"]["median"]
+            for kind, name in (("trainer", "trainer"), ("node", "node_spare"))
+        }
+        quiet = replace(cost, restart_secs=restart_secs)
+        steps = fmean(replay(trace, quiet, secs)[-1][1] for trace in traces)
+        found[way] = steps * cost.step_secs / secs
+    return found
+
+
 def describe(run: Run, undisturbed: Run, runs: Sequence[Run]) -> dict[str, Any]:
     """One run, and the same simulated with the costs of the other traces' runs."""
-    steps, own_step_secs = run.progress_at(run.secs), fmean(run.step_secs()[0])
+    steps, own_step_secs = run.kept_steps(), fmean(run.step_secs()[0])
     common = run.losses.keys() & undisturbed.losses.keys()
     found: dict[str, Any] = {
         "steps": steps,
-        "share": steps / undisturbed.progress_at(run.secs),
+        "share": steps / undisturbed.kept_steps(),
         "time_share": steps * own_step_secs / run.secs,
         "step_secs": own_step_secs,
         "load_average": round(run.load_average, 1),
