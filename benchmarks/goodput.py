@@ -421,7 +421,8 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
         sorted({row["restart_secs"] for row in rows}), "-:", strict=True
     ):
         chosen = [row for row in rows if row["restart_secs"] == restart_secs]
-        for way, colour in zip(("reft", "deepspeed"), ways.values(), strict=False):
+        colours = {"reft": "#238b45", "deepspeed": "#08519c", "ideal_async": "#807dba"}
+        for way, colour in colours.items():
             values = [row[way] for row in chosen]
             label = f"{way}, restart {restart_secs:.0f} s"
             at_scale.plot([r["devices"] for r in chosen], values, style, c=colour, label=label)
