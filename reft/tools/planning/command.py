@@ -86,6 +86,14 @@ def plan_command(
             "do; without --model, estimate the computing time of a Llama of that size",
         ),
     ] = None,
+    trained_parameters: Annotated[
+        float | None,
+        typer.Option(
+            parser=_count,
+            metavar="N",
+            help="parameters that are trained, as those of adapters (40M); the others are frozen",
+        ),
+    ] = None,
     seq_length: Annotated[
         int | None,
         typer.Option(min=1, help="tokens per sample; default: the model's, at most 4096"),
@@ -181,7 +189,13 @@ def plan_command(
     )
     machine = load_cluster(cluster)
     job = plan_job(
-        values | {BLOCK_NAME: block}, machine, model, layouting, parameters, seq_length=seq_length
+        values | {BLOCK_NAME: block},
+        machine,
+        model,
+        layouting,
+        parameters,
+        trained=trained_parameters,
+        seq_length=seq_length,
     )
     habits = CheckpointHabits(60 * checkpoint_mins, 60 * restart_mins, stall_secs)
     plan = make_plan(job, measured, habits, start_secs)

@@ -328,6 +328,8 @@ class Training:
     zero_3: bool = False
     # Masters and moments are in host memory, where the optimizer steps them
     offloaded: bool = False
+    # Fraction of the parameters that is trained; the others are frozen
+    trained_share: float = 1.0
 
     def __post_init__(self) -> None:
         if min(self.tensor, self.stages, self.data, self.micro_batches, self.samples) < 1:
@@ -366,19 +368,22 @@ class Training:
 
     @property
     def fits_device(self) -> bool:
-        """Whether model, optimizer and half-precision gradients fit.
+        """Whether model, and optimizer and half-precision gradients of what is trained, fit.
 
         With ZeRO only this rank's partitions count; an offloaded optimizer takes nothing.
         Activations and what ZeRO-3 has gathered are not counted.
         """
         largest = max(self.stage_parameters(p) for p in range(self.stages))
-        weights = (MODEL_BYTES + HALF_BYTES) / (self.data if self.zero_3 else 1)
+        shares = self.data if self.zero_3 else 1
+        weights, gradients = MODEL_BYTES / shares, HALF_BYTES / shares
         optimizer = 0 if self.offloaded else OPTIMIZER_BYTES / self._optimizer_shares
-        return largest * (weights + optimizer) <= self.machine.memory_bytes
+        each = weights + self.trained_share * (gradients + optimizer)
+        return largest * each <= self.machine.memory_bytes
 
     @property
     def forward_secs(self) -> tuple[float, ...]:
-        """Seconds of each stage for one micro-batch; the backward pass takes twice as long.
+        """Seconds of each stage for one micro-batch. The backward pass takes twice as long, or as
+        long without the gradients of frozen weights.
 
         Counted are 2 operations per parameter and token, and attention.
         """
@@ -397,7 +402,7 @@ class Training:
 
         Each tensor-parallel rank has a ring, and the rings of a node share its network.
         """
-        ring = 2 * (self.data - 1) / self.data * HALF_BYTES
+        ring = 2 * (self.data - 1) / self.data * HALF_BYTES * self.trained_share
         rings = min(self.tensor, self.machine.devices_per_node)
         ring_bytes_per_sec = self.machine.network_bytes_per_sec / rings
         return tuple(
@@ -407,7 +412,7 @@ class Training:
     @property
     def optimizer_secs(self) -> tuple[float, ...]:
         """Seconds of each stage for the optimizer, bound by reads and writes of device memory."""
-        nbytes = OPTIMIZER_TRAFFIC_BYTES / self._optimizer_shares
+        nbytes = OPTIMIZER_TRAFFIC_BYTES * self.trained_share / self._optimizer_shares
         rate = self.machine.memory_bytes_per_sec
         return tuple(nbytes * self.stage_parameters(p) / rate for p in range(self.stages))
 
