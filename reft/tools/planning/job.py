@@ -14,6 +14,7 @@ from itertools import permutations
 from typing import Any
 
 import numpy as np
+from rich.filesize import decimal
 
 from reft.checks.preflight import (
     engine_findings,
@@ -175,7 +176,7 @@ class PlannedJob:
         if not self.training.offloaded:
             return 0
         model = MODEL_BYTES if self.half else 4
-        each = OPTIMIZER_BYTES + GRADIENT_BYTES + 2 * model
+        each = (OPTIMIZER_BYTES + GRADIENT_BYTES + 2 * model) * self.training.trained_share
         largest = max(self.stage_parameters(p) for p in range(self.training.stages))
         ranks = min(self.training.machine.devices_per_node, self.training.devices)
         return round(ranks * each * largest / self.training.data)
@@ -184,14 +185,15 @@ class PlannedJob:
         here = self.stage_parameters(stage_id)
         model = MODEL_BYTES if self.half else 4
         optimizer = OPTIMIZER_BYTES if self.half or self.training.zero_1 else _MOMENT_BYTES
-        host = self.block.host_state_bytes
+        host, trained = self.block.host_state_bytes, here * self.training.trained_share
+        partition = optimizer * round(trained / self.training.data)
         if self.training.zero_3:
-            partition = (model + optimizer) * round(here / self.training.data)
-            return RankSections(0, partition, host)
+            weights = model * round(here / self.training.data)
+            frozen = model * round((here - trained) / self.training.data)
+            return RankSections(0, weights + partition, host, frozen)
         if self.training.zero_1:
-            partition = optimizer * round(here / self.training.data)
             return RankSections(round(model * here), partition, host)
-        return RankSections(round((model + optimizer) * here), 0, host)
+        return RankSections(round(model * here + optimizer * trained), 0, host)
 
 
 def plan_job(
@@ -201,6 +203,7 @@ def plan_job(
     layouting: LayoutOptions,
     parameters: float | None = None,
     *,
+    trained: float | None = None,
     seq_length: int | None = None,
     for_megatron: bool = False,
 ) -> PlannedJob:
@@ -214,6 +217,7 @@ def plan_job(
         layouting: layout of the job.
         parameters: nominal number of parameters from which bytes are counted, as publications do;
             None: the exact number of the model.
+        trained: number of parameters that are trained; None: all.
         seq_length: tokens per sample; None: the model's own.
         for_megatron: Megatron-LM trains, and ``config`` holds the block alone.
 
@@ -262,6 +266,12 @@ def plan_job(
             "a .json file such as the config.json of a Hugging Face model, or --parameters 7e9"
         )
     notes += [assumed] if assumed else []
+    share = 1.0 if trained is None else trained / (parameters or shape.parameters)
+    if not 0 < share <= 1:
+        raise ConfigError(
+            f"--trained-parameters is {trained:g}; write at most the model's number, "
+            f"{parameters or shape.parameters:g}, such as 40M for adapters"
+        )
     samples = _count(config, "train_micro_batch_size_per_gpu") or 1
     dp, micro_batches = _batches(config, cluster, layouting, samples, notes)
     if shape.heads % layouting.tp:
@@ -270,11 +280,21 @@ def plan_job(
             "change --tp"
         )
     degrees = Degrees(layouting.pp, dp, layouting.tp)
+    if share < 1:
+        total, trains = parameters or shape.parameters, share * (parameters or shape.parameters)
+        state = (MODEL_BYTES if half else 4) + (OPTIMIZER_BYTES if half or owned else _MOMENT_BYTES)
+        notes.append(
+            f"{total - trains:.3g} parameters are frozen: {decimal(round(trains * state))} of all "
+            f"ranks' state change in a step, and "
+            f"{decimal(round((total - trains) * (MODEL_BYTES if half else 4)))} are in every "
+            "version, but sent to peers only once; they are copied from a device to be compared"
+        )
     training = Training(
         *(shape, cluster, layouting.tp, layouting.pp, dp, micro_batches, samples),
         zero_1=owned,
         zero_3=zero_3,
         offloaded=is_offloaded(config),
+        trained_share=share,
     )
     nodes = [rank // cluster.devices_per_node for rank in range(degrees.world_size)]
     auto = layouting.order in ("auto", "across-nodes")
