@@ -28,7 +28,7 @@ from reft.errors import ConfigError
 from reft.grid import Coordinate, Degrees, Topology
 from reft.naming import BLOCK_NAME
 from reft.policy.loads import GRADIENT_BYTES, MODEL_BYTES, OPTIMIZER_BYTES, RankSections
-from reft.tools.planning.model import Cluster, Training, load_shape, read_model_shape
+from reft.tools.planning.model import Cluster, PlannedShape, Training, load_shape, read_model_shape
 
 _EXACT = "exactadam"
 _ADAM = ("adam", "adamw", "lamb", "fusedadam", "fusedlamb", _EXACT)
@@ -254,17 +254,7 @@ def plan_job(
             "ZeRO-3: all state is partitioned, so that a copy is the whole partition of a peer; "
             "the time in which weights are gathered is not counted, so snapshots cost less"
         )
-    if parameters is not None and not 0 < parameters < 1e15:
-        raise ConfigError(f"--parameters is {parameters:g}; write a number such as 1.3e9")
-    if model is not None:
-        shape, assumed = load_shape(model, seq_length)
-    elif parameters is not None:
-        shape, assumed = read_model_shape(parameters, layouting.tp, seq_length)
-    else:
-        raise ConfigError(
-            "the model is not known; write --model llama2-1.3b, -2.7b, -6.7b or -34b, the path of "
-            "a .json file such as the config.json of a Hugging Face model, or --parameters 7e9"
-        )
+    shape, assumed = _find_shape(model, parameters, layouting.tp, seq_length)
     notes += [assumed] if assumed else []
     share = 1.0 if trained is None else trained / (parameters or shape.parameters)
     if not 0 < share <= 1:
@@ -281,14 +271,8 @@ def plan_job(
         )
     degrees = Degrees(layouting.pp, dp, layouting.tp)
     if share < 1:
-        total, trains = parameters or shape.parameters, share * (parameters or shape.parameters)
-        state = (MODEL_BYTES if half else 4) + (OPTIMIZER_BYTES if half or owned else _MOMENT_BYTES)
-        notes.append(
-            f"{total - trains:.3g} parameters are frozen: {decimal(round(trains * state))} of all "
-            f"ranks' state change in a step, and "
-            f"{decimal(round((total - trains) * (MODEL_BYTES if half else 4)))} are in every "
-            "version, but sent to peers only once; they are copied from a device to be compared"
-        )
+        total = parameters or shape.parameters
+        notes.append(_explain_frozen(total, share * total, half=half, owned=owned))
     training = Training(
         *(shape, cluster, layouting.tp, layouting.pp, dp, micro_batches, samples),
         zero_1=owned,
@@ -304,6 +288,46 @@ def plan_job(
     is_exact = str(find_part(config, "optimizer").get("type")).lower() == _EXACT
     return PlannedJob(
         training, block, half, layout, parameters, tuple(notes), is_exact, for_megatron
+    )
+
+
+def _find_shape(
+    model: str | None, parameters: float | None, tensor: int, seq_length: int | None
+) -> tuple[PlannedShape, str]:
+    """Return the model's shape, and a description of the assumptions about it.
+
+    Raises:
+        ConfigError: neither a model nor a possible number of parameters is given.
+    """
+    if parameters is not None and not 0 < parameters < 1e15:
+        raise ConfigError(f"--parameters is {parameters:g}; write a number such as 1.3e9")
+    if model is not None:
+        return load_shape(model, seq_length)
+    if parameters is not None:
+        return read_model_shape(parameters, tensor, seq_length)
+    raise ConfigError(
+        "the model is not known; write --model llama2-1.3b, -2.7b, -6.7b or -34b, the path of "
+        "a .json file such as the config.json of a Hugging Face model, or --parameters 7e9"
+    )
+
+
+def _explain_frozen(total: float, trained: float, *, half: bool, owned: bool) -> str:
+    """Return a note on the bytes of frozen weights.
+
+    Args:
+        total: number of parameters.
+        trained: number of parameters that are trained.
+        half: whether weights have 16 bits.
+        owned: whether the optimizer is partitioned over replicas.
+    """
+    weight_bytes = MODEL_BYTES if half else 4
+    optimizer_bytes = OPTIMIZER_BYTES if half or owned else _MOMENT_BYTES
+    changing = decimal(round(trained * (weight_bytes + optimizer_bytes)))
+    constant = decimal(round((total - trained) * weight_bytes))
+    return (
+        f"{total - trained:.3g} parameters are frozen: {changing} of all ranks' state change in a "
+        f"step, and {constant} are in every version, but sent to peers only once; they are copied "
+        "from a device to be compared"
     )
 
 
