@@ -38,6 +38,7 @@ from reft.relayout.layouts import (
 from reft.state.blob import capture_rng
 from reft.state.catalogue import Manifest, TensorSpec
 from reft.state.codec import decode, encode
+from reft.state.idle import GRADIENT, MASTER_GRADIENT
 from reft.storage.load import host_file, read_degrees
 
 logger = logging.getLogger(__name__)
@@ -131,7 +132,13 @@ class Relayout:
         was, now, at, adapter = self._was, self._topology.degrees, self._at, self._change.adapter
         resize = Resize(was.dp, now.dp)
         blob = source.blob(replace(at, dp=resize.host_from(at.dp)))
-        lengths, stored = adapter.partitioned(), {spec.name: spec for spec in blob.manifest.owned}
+        self._change.convert(blob.state, resize, is_new=resize.is_new(at.dp))
+        lengths = adapter.partitioned()
+        stored = {
+            spec.name: spec
+            for spec in blob.manifest.owned
+            if not spec.name.startswith((GRADIENT, MASTER_GRADIENT))
+        }
         live = {spec.name: spec for spec in adapter.images()[1].specs}
         cut = [n for n, spec in stored.items() if spec.shape == stored[_find_master(n)].shape]
         # A partition of a parameter group has the shape of this job's master of the group.
@@ -155,9 +162,8 @@ class Relayout:
             for spec, start in zip(image.specs, image.offsets, strict=True)
             if spec.nbytes
         }
-        source.locate(plan_replica(held(blob.manifest.owned), new, resize, at), tensors)
+        source.locate(plan_replica(held(stored.values()), new, resize, at), tensors)
         self._pad(new, tensors)
-        self._change.convert(blob.state, resize, is_new=resize.is_new(at.dp))
         return blob.state
 
     def _read(self) -> tuple[RankLayout, dict[str, Any]]:

@@ -60,6 +60,10 @@ def fused(module: Any) -> Any:
 
 
 Case = dict[str, Any]
+# The first step after the snapshot gives a parameter no gradient: DeepSpeed steps it with that of an earlier step.
+MISSES: Case = {"early": (0, 2)}
+# In that step only the last micro-batch gives it one, which DeepSpeed adds to that of an earlier step.
+LATE_IN_STEPS: Case = {"early": (0, 2), "at_last": (1, 3)}
 CASES: dict[str, Case] = {
     "fp32_z0_torch_adam": {
         "config": {"optimizer": TORCH_ADAM, "scheduler": WARMUP, "gradient_clipping": 0.5}
@@ -105,12 +109,22 @@ CASES: dict[str, Case] = {
             "gradient_clipping": 0.5,
             **offloaded(1),
             **TORCH_ON_HOST,
-        }
+        },
+        **MISSES,
     },
     "offload_bf16_z1_fp32_accumulation": {
         "config": bf16("fp32", **offloaded(1, pinned=True), **TORCH_ON_HOST),
         "client": adamw,
         "scheduler": lambda_lr,
+        **MISSES,
+    },
+    "offload_fp32_z2": {
+        "config": {"optimizer": TORCH_ADAM, **offloaded(2), **TORCH_ON_HOST},
+        **MISSES,
+    },
+    "offload_bf16_z2_late_in_steps": {
+        "config": bf16(optimizer=TORCH_ADAM, **offloaded(2, pinned=True), **TORCH_ON_HOST),
+        **LATE_IN_STEPS,
     },
     "offload_bf16_z2_overflow": {
         "config": bf16(
@@ -131,8 +145,7 @@ CASES: dict[str, Case] = {
         "disk": True,
     },
     "disk_bf16_z2": {"config": bf16("fp32", optimizer=TORCH_ADAM, **ZERO2), "disk": True},
-    # All parameters are persistent, being smaller than the default threshold. The first step after the snapshot gives one
-    # no gradient: DeepSpeed steps it with that of the step before.
+    # All parameters are persistent, being smaller than the default threshold.
     "fp32_z3": {
         "config": {
             "optimizer": TORCH_ADAM,
@@ -140,7 +153,7 @@ CASES: dict[str, Case] = {
             "gradient_clipping": 0.5,
             **zero3(),
         },
-        "early": (0, 2),
+        **MISSES,
     },
     "fp16_z3": {"config": {"optimizer": TORCH_ADAM, "fp16": FP16, **zero3()}},
     "bf16_z3_sub_groups": {
@@ -154,6 +167,7 @@ CASES: dict[str, Case] = {
         "config": bf16(
             "bf16", optimizer=TORCH_ADAM, **zero3(stage3_param_persistence_threshold=13)
         ),
+        **LATE_IN_STEPS,
     },
     "bf16_z3_built_in_pieces": {
         "config": bf16(
@@ -191,7 +205,7 @@ CASES: dict[str, Case] = {
         "config": bf16(
             optimizer=TORCH_ADAM, gradient_clipping=1.0, **offloaded(3), **TORCH_ON_HOST
         ),
-        "early": (0, 2),
+        **MISSES,
     },
     "offload_bf16_z3_weights": {
         "config": bf16(
@@ -281,6 +295,7 @@ COMPILED: dict[str, Case] = {
             "optimizer": HOST_ADAM,
             **offloaded(2),
         },
+        **LATE_IN_STEPS,
     },
     "offload_fp16_z2": {
         "config": {"fp16": FP16, "optimizer": HOST_ADAM, **offloaded(2, pinned=True)},
@@ -301,7 +316,8 @@ _WRAPPERS = {
     "FP16Adapter FP16_Optimizer": "fp16_z0_fused disk_fp16_z0_fused",
     "ZeroAdapter DeepSpeedZeroOptimizer": "fp32_z1 fp16_z1 bf16_z1_bf16_accumulation pipe_fp32_z1 pipe_fp16_z1 "
     "pipe_bf16_z1_bf16_accumulation fp32_z2 fp16_z2 bf16_z2_in_pieces disk_bf16_z2 "
-    "offload_fp32_z1 offload_bf16_z1_fp32_accumulation offload_bf16_z2_overflow offload_fp16_z2 disk_offload_bf16_z2 "
+    "offload_fp32_z1 offload_bf16_z1_fp32_accumulation offload_fp32_z2 offload_bf16_z2_late_in_steps "
+    "offload_bf16_z2_overflow offload_fp16_z2 disk_offload_bf16_z2 "
     "pipe_offload_bf16_z1",
     "Zero3Adapter DeepSpeedZeroOptimizer_Stage3": "fp32_z3 fp16_z3 bf16_z3_sub_groups bf16_z3_some_persistent "
     "bf16_z3_built_in_pieces bf16_z3_before_first_step bf16_z3_secondary_partitions disk_bf16_z3 fp32_z3_autocast "
