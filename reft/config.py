@@ -62,8 +62,8 @@ class PersistConfig(ConfigBlock):
     keep: int = Field(2, ge=1)
     """newest persisted checkpoints to keep"""
     export_at_end: Path | None = None
-    """where to export the newest version in DeepSpeed's files when training ends, well or on
-    request; as reft persist does"""
+    """directory to which the newest version is exported as DeepSpeed's files when training ends, by
+    itself or on request; as 'reft persist' does"""
     timeout_secs: float = Field(600.0, gt=0)
     """give up a checkpoint when a peer's part has been missing for this long"""
 
