@@ -79,6 +79,11 @@ class PersistConfig(ConfigBlock):
 
     @model_validator(mode="after")
     def _check(self) -> PersistConfig:
+        if self.dir is not None and self.dir.parts[0].endswith(":"):
+            raise ValueError(
+                f"persist.dir is {str(self.dir)!r}, a URL; write the path of a directory that is "
+                "mounted on every node"
+            )
         if self.fixed_steps < 0:
             raise ValueError(
                 f"persist.interval_steps is {self.fixed_steps}; write a number of steps, 0 to "

@@ -27,7 +27,9 @@ hashable."""
 
 
 def has_attributes(owner: Any) -> bool:
-    """Whether an object has attributes and can be referenced weakly, as :func:`capture` needs."""
+    """Return whether an object has attributes and can be referenced weakly, as :func:`capture`
+    needs.
+    """
     return type(owner).__dictoffset__ != 0 and type(owner).__weakrefoffset__ != 0
 
 

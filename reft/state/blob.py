@@ -158,7 +158,7 @@ class DecodedBlob:
 
 
 def is_late(tensor: torch.Tensor) -> bool:
-    """Whether reading a tensor waits for a device."""
+    """Return whether reading a tensor waits for a device."""
     return find_vendor(tensor.device) is not None
 
 
@@ -195,7 +195,7 @@ def _queue(
 
 
 def _landed(specs: list[list[Any]], data: bytes) -> dict[str, torch.Tensor]:
-    """Copies of the late tensors of a decoded host block, on the CPU, by name."""
+    """Return copies of the late tensors of a decoded host block, on the CPU, by name."""
     found = {}
     for name, dtype, shape, offset in specs:
         end = offset + prod(shape) * codec.torch_dtype(dtype).itemsize
@@ -333,7 +333,7 @@ def _restore_rest(engine: Any, state: dict[str, Any], *, scheduler: bool) -> Non
 
 
 def capture_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Module buffers by name: copies on the CPU, and live ones on devices.
+    """Return module buffers by name: copies on the CPU, and live ones on devices.
 
     Copying the latter would wait for the device; :class:`HostBlob` transfers them.
     """
@@ -368,8 +368,9 @@ def restore_buffers(module: torch.nn.Module, saved: Mapping[str, torch.Tensor]) 
 
 
 def _schedules(engine: Any) -> dict[str, tuple[Callable[[], Any], Callable[[Any], None]]]:
-    """Reader and writer of every schedule that the engine uses, by name. Releases of DeepSpeed have
-    different ones."""
+    """Return reader and writer of every schedule that the engine uses, by name. Releases of
+    DeepSpeed have different ones.
+    """
     found: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {}
     own = vars(engine)
     drop = own.get("progressive_layer_drop")
@@ -468,7 +469,7 @@ def restore_rng(state: dict[str, Any]) -> None:
 
 
 def _accelerator() -> tuple[str, Any]:
-    """Name and random-state functions of DeepSpeed's accelerator.
+    """Return the name and random-state functions of DeepSpeed's accelerator.
 
     Without DeepSpeed these are the device's that torch has initialized. ``("cpu", None)`` if there
     is none.
@@ -482,7 +483,7 @@ def _accelerator() -> tuple[str, Any]:
 
 
 def _trackers() -> Iterator[tuple[str, Any]]:
-    """Trackers of random states in the modules that are already imported."""
+    """Yield trackers of random states in the modules that are already imported."""
     seen: list[Any] = []
     for name in (_DEEPSPEED, *_MEGATRON):
         getter = getattr(sys.modules.get(name), "get_cuda_rng_tracker", None)

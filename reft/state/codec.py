@@ -95,7 +95,7 @@ def decode(data: bytes | bytearray | memoryview) -> Any:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value is a tensor of torch's own classes, whose only state is its bytes."""
+    """Return whether a value is a tensor of torch's own classes, whose only state is its bytes."""
     import torch
 
     kind = type(value)
@@ -104,7 +104,7 @@ def is_plain(value: Any) -> bool:
 
 
 def class_path(value: Any) -> str:
-    """``module.QualifiedName`` of the exact class of ``value``."""
+    """Return ``module.QualifiedName`` of the exact class of ``value``."""
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
@@ -186,8 +186,9 @@ def _bounds(value: Any, path: str, depth: int) -> list[Any]:
 
 
 def _library_form(value: Any) -> tuple[_Ext, _Lower] | None:
-    """Extension code and encoder for values of torch and numpy and for enum members; None for
-    others."""
+    """Return extension code and encoder for values of torch and numpy and for enum members; None
+    for others.
+    """
     form = _torch_form(value) if "torch" in sys.modules else None
     if form is None and "numpy" in sys.modules:
         form = _numpy_form(value)

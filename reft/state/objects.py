@@ -20,14 +20,15 @@ KINDS = (
 
 
 def is_generator(value: Any) -> bool:
-    """Whether a value is a random generator whose state can be read."""
+    """Return whether a value is a random generator whose state can be read."""
     kinds = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
     return isinstance(value, kinds) and not isinstance(value, random.SystemRandom)
 
 
 def is_stateful(value: Any) -> bool:
-    """Whether a value is an object with ``state_dict`` and ``load_state_dict`` (torch's
-    ``Stateful`` protocol). A class is not."""
+    """Return whether a value is an object with ``state_dict`` and ``load_state_dict`` (torch's
+    ``Stateful`` protocol). A class is not.
+    """
     names = ("state_dict", "load_state_dict")
     return not isinstance(value, type) and all(
         callable(getattr(value, name, None)) for name in names
@@ -39,8 +40,9 @@ def is_known(value: Any) -> bool:
 
 
 def capture(value: Any) -> Any:
-    """The state of a known object. It may alias live tensors, so it must be encoded before training
-    continues."""
+    """Return the state of a known object. It may alias live tensors, so it must be encoded before
+    training continues.
+    """
     if isinstance(value, torch.Generator):
         return value.get_state()
     if isinstance(value, np.random.Generator):

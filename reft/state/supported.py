@@ -62,7 +62,7 @@ def refuse(found: str, change: str) -> UnsupportedStateError:
 
 
 def refuse_class(value: Any) -> UnsupportedStateError:
-    """The error for an optimizer of an unknown class, with what to use instead."""
+    """Return the error for an optimizer of an unknown class, with what to use instead."""
     path = class_path(value)
     change = next((a for prefix, a in _ADVICE.items() if path.startswith(prefix)), None)
     return refuse(
