@@ -29,7 +29,8 @@ from reft.naming import BLOCK_NAME
 from reft.policy.loads import GRADIENT_BYTES, MODEL_BYTES, OPTIMIZER_BYTES, RankSections
 from reft.tools.planning.model import Cluster, Training, load_shape, read_model_shape
 
-_ADAM = ("adam", "adamw", "lamb", "fusedadam", "fusedlamb")
+_EXACT = "exactadam"
+_ADAM = ("adam", "adamw", "lamb", "fusedadam", "fusedlamb", _EXACT)
 _MOMENT_BYTES = 8
 _DECIDING = frozenset(
     {
@@ -37,13 +38,14 @@ _DECIDING = frozenset(
         *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
     }
 )
-"""Keys without whose value a job cannot be planned."""
+"""Keys whose values a plan depends on: "auto" is not accepted for them."""
 _MEGATRON = {
     "bf16": {"enabled": True},
     "zero_optimization": {"stage": 1},
     "optimizer": {"type": "Adam"},
 }
-"""DeepSpeed's settings that hold what Megatron-LM holds with its distributed optimizer in bf16."""
+"""DeepSpeed's settings with the same training state as Megatron-LM's distributed optimizer in
+bf16."""
 
 
 # DeepSpeed's own order comes first, then orders that number tensor slices consecutively, because
@@ -132,6 +134,7 @@ class PlannedJob:
     # Nominal number of parameters, taken as spread evenly over the stages; None: count each stage's
     parameters: float | None = None
     notes: tuple[str, ...] = ()  # Assumptions that were made
+    is_exact: bool = False  # The optimizer is ExactAdam, whose step a host repeats bit for bit
     for_megatron: bool = False  # Megatron-LM trains, and writes its checkpoints itself
 
     @cached_property
@@ -278,7 +281,10 @@ def plan_job(
     layout = JobLayout(
         degrees, choose_order(degrees, nodes) if auto else parse_order(layouting.order)
     )
-    return PlannedJob(training, block, half, layout, parameters, tuple(notes), for_megatron)
+    is_exact = str(find_part(config, "optimizer").get("type")).lower() == _EXACT
+    return PlannedJob(
+        training, block, half, layout, parameters, tuple(notes), is_exact, for_megatron
+    )
 
 
 def _count_bytes(config: Mapping[str, Any], pp: int, notes: list[str]) -> tuple[bool, bool]:
