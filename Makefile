@@ -113,7 +113,7 @@ peers: venv  ## reft and DLRover, NVIDIA's extension, torch's DCP and DeepSpeed'
 	test -e build/peers/dlrover || $(BIN)/python -m pip install -q --target build/peers --no-deps $(PEERS)
 	$(BIN)/python benchmarks/peers build/peers --json build/peers.json $(ARGS)
 
-paper: venv  ## what the papers behind reft print, beside what follows here: build/paper
+paper: venv  ## what the papers behind reft print, next to ours: build/paper; ARGS='--out docs' writes the page
 	$(BIN)/python -m benchmarks.simulator paper --out build/paper $(ARGS)
 
 # GPU_PYTHON=python3 takes an installation that has torch for the device, pytest and reft's requirements.

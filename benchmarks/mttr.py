@@ -36,6 +36,8 @@ from local_cluster import KillKind
 from mttr_jobs import Job, Recovered
 from results import estimate, facts, run_lines
 
+from examples.llama.model_config import load_model
+
 KINDS = ("trainer", "node_spare", "node_replaced")
 SYSTEMS = ("reft", "torchrun")
 SPARE_GOAL_SECS, TORCHRUN_GOAL = 2.0, 3.0
@@ -73,6 +75,19 @@ def trainer_arguments(options: argparse.Namespace) -> list[str]:
         ),
         *("--dropout", "0.1"),
     ]
+
+
+def job_facts(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Head of a result, with the model that the job trains."""
+    head = facts(name, options)
+    model = load_model("tiny", {"seq_length": options.seq})
+    head["model"] |= {
+        "parameters": model.parameters,
+        "layers": model.layers,
+        "hidden": model.hidden_size,
+        "vocabulary": model.vocab_size,
+    }
+    return head
 
 
 def kill_once(job: Job, kind: str, number: int) -> Recovered:
@@ -231,7 +246,7 @@ def main() -> None:
             f"--kills {options.kills} is no multiple of --kills-per-turn {options.kills_per_turn}"
         )
     with scratch(options) as space:
-        result = {**facts("mttr", options), "spares": 1, **measure(options, space)}
+        result = {**job_facts("mttr", options), "spares": 1, **measure(options, space)}
     print(json.dumps(result, indent=2) if options.json else table(result))
 
 

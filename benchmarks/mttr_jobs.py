@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -75,8 +75,9 @@ class Job:
     Args:
         system: ``reft``, ``torchrun`` or ``nvidia``.
         trainer: arguments of ``examples.llama`` without where it saves.
-        save_interval: steps between DeepSpeed's checkpoints, under torchrun; NVIDIA's are of every
-            step.
+        save_interval: steps between DeepSpeed's checkpoints, under torchrun, 0: none; NVIDIA's are
+            of every step.
+        reft: further settings of reft.
         peers: folder of NVIDIA's packages.
     """
 
@@ -88,6 +89,7 @@ class Job:
     spares: int
     trainer: Sequence[str]
     save_interval: int
+    reft: Mapping[str, Any] = field(default_factory=dict)
     peers: Path | None = None
     history: History = field(default_factory=History)
     _first: dict[int, dict[int, Event]] = field(default_factory=dict)
@@ -96,7 +98,7 @@ class Job:
     def __post_init__(self) -> None:
         trainer = [*self.trainer, "--save-dir", str(self.directory / "checkpoints")]
         if self.system == "reft":
-            trainer += ["--reft", json.dumps({"enabled": True})]
+            trainer += ["--reft", json.dumps({"enabled": True, **self.reft})]
         else:
             interval = 1 if self.system == "nvidia" else self.save_interval
             trainer += ["--save-interval", str(interval)]

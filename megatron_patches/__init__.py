@@ -9,4 +9,7 @@ ON_IMPORT = {
     "megatron.training.training": "megatron_patches.core.program:install",
 }
 PROGRAMS = {"megatron.checkpointing": "megatron_patches.deepspeed:running_program"}
-NAMES = {"attach_megatron": "megatron_patches.core.attach"}
+NAMES = {
+    "attach_megatron": "megatron_patches.core.attach",
+    "keep_state": "megatron_patches.core.program",
+}

@@ -66,7 +66,7 @@ _IN_CONFIG = {
 
 
 def running_program(engine: Any) -> MegatronProgram | None:
-    """The Megatron-DeepSpeed program that made the engine; None for every other script."""
+    """Return the Megatron-DeepSpeed program that made the engine; None for every other script."""
     checkpointing = sys.modules.get(_CHECKPOINTING)
     get_args = getattr(checkpointing, "get_args", None)
     if get_args is None:
@@ -164,7 +164,8 @@ class MegatronProgram:
                 self._args.load = str(context.job_dir.path)
 
     def client_state(self) -> dict[str, Any]:
-        """The state that the program's ``save_checkpoint`` gives to DeepSpeed after this step.
+        """Return the state that the program's ``save_checkpoint`` gives to DeepSpeed after this
+        step.
 
         Raises:
             UnsupportedStateError: the program's iteration differs from the engine's step.
@@ -202,7 +203,9 @@ class MegatronProgram:
         return path, client
 
     def _universal_info(self) -> dict[str, Any]:
-        """Data for the conversion to DeepSpeed's universal checkpoints; some releases have none."""
+        """Return data for the conversion to DeepSpeed's universal checkpoints; some releases have
+        none.
+        """
         if self._universal is None:
             describe = getattr(self._checkpointing, "_universal_checkpoint_info", None)
             key = getattr(self._checkpointing, "UNIVERSAL_CHECKPOINT_INFO", "")
@@ -211,7 +214,7 @@ class MegatronProgram:
         return self._universal
 
     def _rng_state(self) -> list[dict[str, Any]]:
-        """Random states in the program's form: one entry, or one per data-parallel rank."""
+        """Return random states in the program's form: one entry, or one per data-parallel rank."""
         from deepspeed.accelerator import get_accelerator
 
         tracker = self._checkpointing.tensor_parallel.get_cuda_rng_tracker()
@@ -268,7 +271,8 @@ def _is_given(args: Any, name: str) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether any process can decode the value. The program makes all other arguments again."""
+    """Return whether any process can decode the value. The program makes all other arguments
+    again."""
     kind = type(value)
     if kind in _PLAIN:  # Fast path: there are some hundred arguments at every step
         return True

@@ -62,8 +62,8 @@ class PersistConfig(ConfigBlock):
     keep: int = Field(2, ge=1)
     """newest persisted checkpoints to keep"""
     export_at_end: Path | None = None
-    """where to export the newest version in DeepSpeed's files when training ends, well or on
-    request; as reft persist does"""
+    """directory to which the newest version is exported as DeepSpeed's files when training ends, by
+    itself or on request; as 'reft persist' does"""
     timeout_secs: float = Field(600.0, gt=0)
     """give up a checkpoint when a peer's part has been missing for this long"""
 
@@ -79,6 +79,11 @@ class PersistConfig(ConfigBlock):
 
     @model_validator(mode="after")
     def _check(self) -> PersistConfig:
+        if self.dir is not None and self.dir.parts[0].endswith(":"):
+            raise ValueError(
+                f"persist.dir is {str(self.dir)!r}, a URL; write the path of a directory that is "
+                "mounted on every node"
+            )
         if self.fixed_steps < 0:
             raise ValueError(
                 f"persist.interval_steps is {self.fixed_steps}; write a number of steps, 0 to "

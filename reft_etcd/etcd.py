@@ -178,7 +178,7 @@ def _parse_members(endpoint: str) -> tuple[tuple[str, ...], bool]:
 
 
 def _readable_file(name: str, value: str) -> Path | None:
-    """The file of a setting; None if it is not set."""
+    """Return the file of a setting; None if it is not set."""
     if not value:
         return None
     path = Path(value)
@@ -194,7 +194,7 @@ def _describe_setting(name: str) -> str:
 
 
 def _read_password(environ: Mapping[str, str]) -> str | None:
-    """The password, from the environment or a file; None if there is none."""
+    """Return the password, from the environment or a file; None if there is none."""
     if password := environ.get(ENV_ETCD_PASSWORD):
         return password
     path = environ.get(ENV_ETCD_PASSWORD_FILE)
@@ -330,7 +330,7 @@ class EtcdClient:
         return StoreError(f"the etcd cluster {members} does not answer{in_parentheses}")
 
     def leader_known_by(self, endpoint: str, secs: float) -> bool | None:
-        """Whether the member at ``endpoint`` has a leader; None if it does not answer."""
+        """Return whether the member at ``endpoint`` has a leader; None if it does not answer."""
         index = self.settings.endpoints.index(endpoint)
         message = self.messages.StatusRequest()
         try:
@@ -438,7 +438,7 @@ class EtcdStore(RendezvousStore):
         self._writing = threading.Lock()  # Writes are carried out in the order of the calls
 
     def lasting(self) -> EtcdStore:
-        """A view of the store whose keys stay when the run is over."""
+        """Return a view of the store whose keys stay when the run is over."""
         view = self.with_prefix("")
         view.prefix, view._run_lease = self.prefix, None
         return view
@@ -559,7 +559,9 @@ class EtcdStore(RendezvousStore):
         return f"{ROOT}{self.prefix}{key}".encode()
 
     def _seal(self, name: bytes, value: bytes) -> bytes:
-        """The value with a MAC, and with a nonce that distinguishes two writes of equal bytes."""
+        """Return the value with a MAC, and with a nonce that distinguishes two writes of equal
+        bytes.
+        """
         nonce = os.urandom(_NONCE_BYTES)
         return authenticate(nonce + value, self._key_of(name), _PURPOSE)
 
@@ -578,7 +580,8 @@ class EtcdStore(RendezvousStore):
             ) from error
 
     def _key_of(self, name: bytes) -> bytes:
-        """The MAC key of one entry, so that the values of two entries cannot be exchanged."""
+        """Return the MAC key of one entry, so that the values of two entries cannot be
+        exchanged."""
         return sha256(self._secret + name).digest()
 
     @contextmanager
@@ -720,5 +723,5 @@ def _first_entry(entries: Any) -> _Entry:
 
 
 def _lease_number(seed: bytes) -> int:
-    """An id for a lease that others cannot guess: 63 bits, above 0."""
+    """Return an id for a lease that others cannot guess: 63 bits, above 0."""
     return int.from_bytes(sha256(b"lease" + seed).digest()[:8], "big") >> 1 or 1

@@ -94,7 +94,9 @@ class NodeRanks:
         return self.local[0] == self.rank
 
     def environ(self, port: int) -> dict[str, str]:
-        """Torch's environment variables; ``port`` is that of the trainers' store on this node."""
+        """Return torch's environment variables; ``port`` is that of the trainers' store on this
+        node.
+        """
         local_rank = self.local.index(self.rank)
         node_rank = self.leaders.index(self.local[0])
         variables = trainer_environ(

@@ -207,6 +207,12 @@ MUTATIONS = {
         "whole = (1,)",
         ("tests/relayout/test_element_map.py",),
     ),
+    "p3-the-padding-of-parts-stays-as-it-was-allocated": Mutation(
+        "relayout/element_map.py",
+        "if filled < part.size:",
+        "if False:",
+        ("tests/relayout/test_replicas.py",),
+    ),
     "p3-a-spare-takes-a-healthy-nodes-place": Mutation(
         "job/rendezvous/membership.py",
         "taken = (state.members | trains | state.with_role(Role.WAITS)) - leaving",

@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+import reft
+import reft_etcd
+import reft_mpi
 from reft import log
 from reft.durable import whole_file, write_durably
 from reft.env import ENV_EVENTS
@@ -55,6 +58,15 @@ def test_lines_begin_with_job_rank_and_step(program: str) -> None:
         "of others",
     ]
     assert found.stderr.splitlines() == [mark + line for line in expected]
+
+
+def test_modules_that_are_run_with_m_log_under_their_own_name() -> None:
+    """There ``__name__`` is "__main__", whose lines get neither prefix nor level."""
+    packages = [Path(package.__file__ or "").parent for package in (reft, reft_etcd, reft_mpi)]
+    texts = {path: path.read_text() for package in packages for path in package.rglob("*.py")}
+    run = [path for path, text in texts.items() if '__name__ == "__main__"' in text]
+    assert run
+    assert not [path for path in run if "getLogger(__name__)" in texts[path]]
 
 
 @pytest.mark.process

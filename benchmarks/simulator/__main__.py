@@ -56,8 +56,7 @@ def has_command(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Predicted overhead of a snapshot every step, for each way of taking it, beside published
-    values.
+    """Predicted overhead of a snapshot every step, for each way of taking it.
 
     Without --model: the settings of the REFT paper, and 4,096 and 16,384 H100.
     """
@@ -154,19 +153,18 @@ def pipeline_command(
         show_pipeline(simulation, Console())
 
 
-@simulate_app.command("paper", short_help="every published value beside ours, as one report")
+@simulate_app.command("paper", short_help="every printed value next to ours, as one page")
 def paper_command(
     *,
     out: Annotated[
-        Path, typer.Option(help="folder for paper.md, paper.json and the figures")
+        Path, typer.Option(help="folder for papers.md, and papers/ with figures and rows.json")
     ] = Path("build/paper"),
-    micro_batches: MicroBatches = 8,
 ) -> None:
-    """What REFT, CheckFreq and Paddle print, beside what is simulated, computed and measured
-    here."""
+    """What REFT, CheckFreq, DLRover and Paddle print, next to what is simulated, computed and
+    measured here. ``--out docs`` writes the documentation's page."""
     from .paper import write_report
 
-    typer.echo(write_report(out, micro_batches))
+    typer.echo(write_report(out))
 
 
 def _check_figures(*paths: Path | None) -> None:
@@ -205,10 +203,8 @@ def _print_json(value: Any) -> None:
 
 
 def _has_json(groups: Any, results: Any, protection: str, schedule: str) -> dict[str, Any]:
-    from .published import comparisons
     from .settings import BYTES
 
-    flat = [r for of_group in results for r in of_group]
     return {
         "simulated": True,
         "protection": protection,
@@ -228,7 +224,6 @@ def _has_json(groups: Any, results: Any, protection: str, schedule: str) -> dict
             {"title": group.title, "settings": [r.to_json() for r in of_group]}
             for group, of_group in zip(groups, results, strict=True)
         ],
-        "published": [c._asdict() for c in comparisons(flat)],
     }
 
 

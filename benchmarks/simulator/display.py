@@ -12,15 +12,14 @@ from reft.pacing.schedule import Window
 from reft.tools.planning.command import numbers_table
 
 from .copying import Tier
-from .published import comparisons
 from .result import Simulation
 from .settings import BYTES, Experiment
 from .variants import Predictions
 
 _READING = (
     "Simulated: none of these times was measured. Overhead is what a snapshot every step adds to "
-    "the iteration. The model and its limits: docs/simulation.md. More about one job: --model; "
-    "everything: --json."
+    "the iteration. The model and its limits: docs/simulation.md; published values: "
+    "docs/papers.md. More about one job: --model; everything: --json."
 )
 _COPIED = (
     "The last columns: what part is copied in bubbles, beside computation, beside communication, "
@@ -37,15 +36,10 @@ _TIERS = {
 def show_experiments(
     groups: Sequence[Experiment], results: Sequence[Sequence[Predictions]], console: Console
 ) -> None:
-    """The bytes that are copied, every experiment, and the published values beside them."""
+    """Show the bytes that are copied, and every experiment."""
     console.print(_bytes(), markup=False)
     for group, of_group in zip(groups, results, strict=True):
         console.print(_overheads(group.title, of_group), markup=False)
-    console.print("published values, and the same simulated", style="italic", markup=False)
-    for what, published, simulated in comparisons([r for of_group in results for r in of_group]):
-        console.print(
-            f"  {what}\n      {published}; simulated: {simulated}", markup=False, highlight=False
-        )
     console.print(_READING, markup=False)
 
 

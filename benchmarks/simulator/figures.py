@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from reft.config import Variant
+from reft.policy.rate import DAY_SECS
 from reft.profile.figure import new_figure, save_figure
+from reft.protect.placement import losses_within, node_survival, protected_survival
 
 from .copying import Tier
 from .instructions import (
@@ -21,6 +23,7 @@ from .instructions import (
     ReduceTiedGrads,
 )
 from .result import Interval, Simulation, StageResult
+from .settings import V100
 from .variants import Predictions
 
 _VARIANTS = {
@@ -114,6 +117,62 @@ def _percent(value: float) -> str:
 def _label(result: Predictions) -> str:
     t = result.training
     return f"{t.shape.name}, {t.devices:,} {t.machine.name}\nTP{t.tensor} PP{t.stages} DP{t.data}"
+
+
+def draw_bars(
+    categories: Sequence[str], series: Mapping[str, Sequence[float]], what: str, path: Path
+) -> None:
+    """Draw printed values next to ours.
+
+    Args:
+        categories: groups of bars.
+        series: a value for each category, by name; the first series is the printed one.
+        what: the quantity and its unit.
+        path: file to write; its suffix selects the format.
+
+    Raises:
+        ConfigError: matplotlib is missing.
+    """
+    figure = new_figure(7.0, 3.4)
+    axes = figure.add_subplot()
+    width = 0.8 / len(series)
+    for number, (name, values) in enumerate(series.items()):
+        bars = axes.bar(
+            [x + (number - (len(series) - 1) / 2) * width for x in range(len(categories))],
+            values,
+            width,
+            label=name,
+            color="#555555" if number == 0 else None,
+        )
+        axes.bar_label(bars, [f"{value:.3g}" for value in values], fontsize=7, padding=1)
+    axes.set_xticks(range(len(categories)), categories)
+    axes.set_ylabel(what, fontsize=8)
+    axes.legend(frameon=False, fontsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+    save_figure(figure, path)
+
+
+def draw_survival(path: Path) -> None:
+    """Draw the survival of 128 nodes of V100 by the paper's formula, at the cluster's failure rate.
+
+    Raises:
+        ConfigError: matplotlib is missing.
+    """
+    nodes, days = 128, [point / 2 for point in range(61)]
+    causes = [rate.weibull for rate in V100.failures]
+    alive = [node_survival(day * DAY_SECS, causes) for day in days]
+    figure = new_figure(7.0, 3.4)
+    axes = figure.add_subplot()
+    for size in (4, 8, 16, 32):
+        survived = losses_within(size, 1)
+        axes.plot(
+            days, [protected_survival(q, nodes, survived) for q in alive], label=f"groups of {size}"
+        )
+    axes.plot(days, [q**nodes for q in alive], color="#555555", label="no protection")
+    axes.set(xlabel="days without a replacement", ylabel="probability (computed)", ylim=(0, 1.02))
+    axes.legend(frameon=False, fontsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+    save_figure(figure, path)
 
 
 def draw_timeline(simulation: Simulation, path: Path, title: str = "") -> None:

@@ -208,6 +208,8 @@ def simulate_copying(
     plain: Simulation,
     nbytes: Sequence[float],
     pipeline: Schedule,
+    *,
+    costs: Costs | None = None,
 ) -> Simulation:
     """One step with a snapshot.
 
@@ -217,11 +219,12 @@ def simulate_copying(
         plain: its step without snapshots.
         nbytes: what a device of each stage copies.
         pipeline: the schedule of ``plain``.
+        costs: the costs of ``plain``; None: those of the job.
     """
     stages = [
         _copying(variant, training, stage, n) for stage, n in zip(plain.stages, nbytes, strict=True)
     ]
-    return simulate(pipeline, Costs.of(training), stages)
+    return simulate(pipeline, costs or Costs.of(training), stages)
 
 
 def _copying(variant: Variant, training: Training, plain: StageResult, nbytes: float) -> Copying:

@@ -409,7 +409,7 @@ the receive determines the name."""
 
 
 def _find_name(arguments: dict[str, Any]) -> str | None:
-    """The name of the transfer; None if nothing is sent or received."""
+    """Return the name of the transfer; None if nothing is sent or received."""
     for key, name in _NAMES.items():
         if key.startswith("recv") and arguments.get(key):
             return name

@@ -86,7 +86,9 @@ def check_release(releases: Sequence[str] = _RELEASES) -> None:
 
 
 def parts_of(optimizer: Any) -> Iterator[Any]:
-    """The optimizers of which an optimizer consists, without those that are unused on this rank."""
+    """Yield the optimizers of which an optimizer consists, without those that are unused on this
+    rank.
+    """
     path = class_path(optimizer)
     if path == CHAINED:
         for one in optimizer.chained_optimizers:
@@ -206,7 +208,7 @@ class ChainedOptimizer:
         return [class_path(self.wrapper), class_path(self.wrapper.optimizer)]
 
     def stepped(self) -> Iterator[torch.Tensor]:
-        """The model parameters that are determined by this optimizer's state on all ranks."""
+        """Yield the model parameters that are determined by this optimizer's state on all ranks."""
         if class_path(self.wrapper) == DISTRIBUTED:
             for buffer in self.wrapper.buffers:
                 yield from buffer.params
@@ -273,7 +275,7 @@ class MegatronAdapter:
         return frozen, *(part.state.pointers() for part in self.parts)
 
     def host_state(self) -> dict[str, Any]:
-        """The encodable state outside of the images. Taken at a step boundary."""
+        """Return the encodable state outside of the images. Taken at a step boundary."""
         return {
             "classes": [part.classes for part in self.parts],
             "param_groups": [part.state.param_groups() for part in self.parts],
@@ -386,7 +388,7 @@ class MegatronEngine:
         self._model = torch.nn.ModuleList(chunks)
 
     def place(self) -> tuple[Coordinate, Degrees]:
-        """The coordinate of this rank and the degrees of the job.
+        """Return the coordinate of this rank and the degrees of the job.
 
         Experts are spread over data-parallel ranks and do not matter here.
 

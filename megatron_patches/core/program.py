@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -79,6 +79,23 @@ Function = Callable[..., Any]
 programs: list[TrainingProgram] = []  # The program of this process, from the first import on
 
 
+def keep_state(state: Mapping[str, Any]) -> None:
+    """Have versions hold objects of a script that trains with Megatron-LM's ``pretrain``.
+
+    Call it on every rank before ``pretrain``. Without a block, or with ``"enabled": false``, it
+    does nothing.
+
+    Args:
+        state: objects by name, as in :func:`reft.attach`. A resumed trainer restores their state in
+            place before its first iteration.
+
+    Raises:
+        ConfigError: the program has set up its training already.
+    """
+    for program in programs:
+        program.keep_state(state)
+
+
 def install(module: ModuleType) -> None:
     """Wrap the functions of a Megatron-LM module that was just imported.
 
@@ -122,6 +139,7 @@ class TrainingProgram:
         self.modules: dict[str, ModuleType] = {}
         self._block = block
         self._protection: MegatronProtection | None = None
+        self._state: dict[str, Any] = {}
         self._sets_up = False
         self._iteration = 0
         self._operations: float = 0
@@ -131,6 +149,15 @@ class TrainingProgram:
     @property
     def _training(self) -> Any:
         return self.modules["megatron.training.training"]
+
+    def keep_state(self, state: Mapping[str, Any]) -> None:
+        """See :func:`keep_state`."""
+        if self._protection is not None:
+            raise ConfigError(
+                "reft.keep_state was called after the training was set up, so that a restore has "
+                "missed these objects; call it before pretrain()"
+            )
+        self._state.update(state)
 
     # -- wrappers of Megatron's functions ----------------------------------------------------------
 
@@ -241,7 +268,12 @@ class TrainingProgram:
             The completed iterations and floating-point operations, as the program counts them.
         """
         protection = attach_megatron(
-            model, optimizer, scheduler, client_state=self._client_state, config=self._block
+            model,
+            optimizer,
+            scheduler,
+            client_state=self._client_state,
+            config=self._block,
+            state=self._state,
         )
         found: list[Any] = []
 
@@ -295,7 +327,9 @@ class TrainingProgram:
     # -- every iteration ---------------------------------------------------------------------------
 
     def _client_state(self) -> dict[str, Any]:
-        """The state in the program's checkpoint apart from model, optimizer and random states."""
+        """Return the state in the program's checkpoint apart from model, optimizer and random
+        states.
+        """
         args = self._training.get_args()
         counted = {name: getattr(args, name) for name in _COUNTED}
         return {

@@ -181,7 +181,7 @@ class GradientCapture:
 
 
 def check_recomputable(adapter: StateAdapter) -> AdamRecipe:
-    """The recipe by which a host repeats the optimizer's step.
+    """Return the recipe by which a host repeats the optimizer's step.
 
     Raises:
         UnsupportedStateError: see :class:`GradientCapture`.
@@ -260,7 +260,8 @@ def _check_zero(stage: int, wrapper: Any) -> None:
 
 
 def _offsets(wrapper: Any, group: int) -> list[int]:
-    """Offset of each parameter in the flat group; since 0.19, with padding between them."""
+    """Return the offset of each parameter in the flat group; since 0.19, with padding between
+    them."""
     known = vars(wrapper).get("round_robin_bit16_offsets")
     if known is not None:
         return list(known[group])
@@ -293,7 +294,7 @@ def _before(wrapper: Any, name: str, call: Callable[..., None]) -> Callable[[], 
 
 
 def _applied(optimizer: Any) -> int | None:
-    """The t of Adam after the newest step; None if reading it would wait for a device."""
+    """Return the t of Adam after the newest step; None if reading it would wait for a device."""
     group = optimizer.param_groups[0]
     entries = [optimizer.state.get(p, {}) for p in group["params"]]
     step = next((e["step"] for e in entries if "step" in e), group.get("step"))

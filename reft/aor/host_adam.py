@@ -288,7 +288,8 @@ class AdamReplica:
 
 
 def _make_optimizer(recipe: AdamRecipe, params: Sequence[torch.nn.Parameter]) -> Any:
-    """An optimizer with one group per parameter. Hyper-parameters are set before every step."""
+    """Return an optimizer with one group per parameter. Hyper-parameters are set before every
+    step."""
     groups: list[dict[str, Any]] = [{"params": [p]} for p in params]
     if recipe.kind.compiled:
         from deepspeed.ops.adam import DeepSpeedCPUAdam

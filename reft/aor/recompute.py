@@ -166,7 +166,8 @@ class PeerOptimizers(VersionFeature):
     def _replica(
         self, member: int, tensors: Sequence[ReplicaTensors], step: OptimizerStep, base: ArenaWriter
     ) -> AdamReplica:
-        """The member's optimizer in the new memory, in its state after the previous version."""
+        """Return the member's optimizer in the new memory, in its state after the previous
+        version."""
         number = base.label.step
         replica = self.replicas.get(member)
         if replica is not None and not replica.stale and replica.number == number:
@@ -218,7 +219,7 @@ class PeerOptimizers(VersionFeature):
 
 
 def _kept(writer: ArenaWriter, images: LiveImages) -> dict[int, SectionImage]:
-    """Gradients of the members whose partitions the version keeps, by member.
+    """Return gradients of the members whose partitions the version keeps, by member.
 
     A switch of the protection changes the layout at once, but the captured members only from the
     next step, so both may differ for one version.
@@ -231,7 +232,7 @@ def _kept(writer: ArenaWriter, images: LiveImages) -> dict[int, SectionImage]:
 
 
 def _views(memory: torch.Tensor, image: SectionImage) -> dict[str, torch.Tensor]:
-    """The tensors of an image by name, as views of a copy of its bytes."""
+    """Return the tensors of an image by name, as views of a copy of its bytes."""
     return {
         spec.name: _view(memory, offset, spec)
         for spec, offset in zip(image.specs, image.offsets, strict=True)
@@ -243,7 +244,8 @@ def _view(memory: torch.Tensor, offset: int, spec: TensorSpec) -> torch.Tensor:
 
 
 def _replica_tensors(memory: torch.Tensor, owned: SectionImage) -> list[ReplicaTensors]:
-    """Master and moments of every group; their sizes and order are the same on all members."""
+    """Return master and moments of every group; their sizes and order are the same on all
+    members."""
     views = _views(memory, owned)
     groups = sum(name.startswith("master.") for name in views)
     if len(views) == groups:

@@ -36,8 +36,22 @@ def config_findings(config: Mapping[str, Any]) -> tuple[ReftConfig, list[Finding
             f'job; write "{BLOCK_NAME}": {{"enabled": true}}'
         )
     block = load_config(config)
+    if left_open := list(values_left_open(config)):
+        note = f'"auto" is not judged, because a Trainer fills it in: {", ".join(left_open)}'
+        return block, [*_findings(config, block), Finding(Severity.NOTE, note)]
+    return block, _findings(config, block)
+
+
+def _findings(config: Mapping[str, Any], block: ReftConfig) -> list[Finding]:
     of_job = [*_tolerance_findings(block), *recompute_findings(config, block)]
-    return block, [*engine_findings(config), *of_job, *block_findings(block)]
+    of_block = block_findings(block, for_megatron=holds_block_alone(config))
+    return [*engine_findings(config), *of_job, *of_block]
+
+
+def holds_block_alone(config: Mapping[str, Any]) -> bool:
+    """Whether a file holds the block and nothing of DeepSpeed, as Megatron-LM needs it
+    (``reft launch --block``)."""
+    return set(config) == {BLOCK_NAME}
 
 
 def engine_findings(config: Mapping[str, Any]) -> Iterator[Finding]:
@@ -212,8 +226,13 @@ def _accumulates_bf16_in_fp32(config: Mapping[str, Any]) -> bool:
     )
 
 
-def block_findings(block: ReftConfig) -> Iterator[Finding]:
-    """Settings of the block that limit recovery (P12)."""
+def block_findings(block: ReftConfig, *, for_megatron: bool = False) -> Iterator[Finding]:
+    """Settings of the block that limit recovery (P12).
+
+    Args:
+        block: the ``reft`` block.
+        for_megatron: whether the job is Megatron-LM's, which writes its checkpoints itself.
+    """
     warning = partial(Finding, Severity.WARNING)
     if not block.enabled:
         yield warning(f'"{BLOCK_NAME}.enabled" is false: reft has no effect', "write true")
@@ -225,10 +244,17 @@ def block_findings(block: ReftConfig) -> Iterator[Finding]:
         yield warning(
             '"protection" is "none": the loss of a node loses its memory for good', 'write "auto"'
         )
-    if block.persist.dir is None:
+    if for_megatron and block.persist.dir is not None:
+        yield Finding(
+            Severity.REFUSED,
+            f'"persist.dir" is {str(block.persist.dir)!r}, but this file holds the block alone, as '
+            "for Megatron-LM, whose checkpoints reft does not write",
+            "remove it, and save with --save; if DeepSpeed trains, check its JSON with the block",
+        )
+    elif block.persist.dir is None and not for_megatron:
         yield warning(
-            "nothing is written to storage: when more nodes are lost than the job survives, it "
-            "cannot be resumed",
+            "reft writes nothing to storage: when more nodes are lost than the job survives, only "
+            "checkpoints that the script writes are left",
             'write "persist": {"dir": ..., "interval_steps": ...}',
         )
     if block.faults:
@@ -247,6 +273,20 @@ def storage_findings(block: ReftConfig) -> Iterator[Finding]:
             f"the job resumes from memory only",
             MAKE_WRITABLE,
         )
+
+
+def values_left_open(config: Mapping[str, Any], path: str = "") -> Iterator[str]:
+    """Keys whose value is "auto", which a Hugging Face Trainer replaces when it starts.
+
+    The block has its own meaning of "auto".
+    """
+    for key, value in config.items():
+        if key == BLOCK_NAME and not path:
+            continue
+        if value == "auto":
+            yield f"{path}{key}"
+        elif isinstance(value, Mapping):
+            yield from values_left_open(value, f"{path}{key}.")
 
 
 def find_part(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
@@ -310,7 +350,8 @@ class ScriptLook:
 
     def findings(self) -> list[Finding]:
         resumed = (*self.conditional_loads(), *self.begins_anew())
-        return sorted([*self._no_load(), *resumed, *self._data()], key=lambda f: f.line)
+        found = [*self._no_load(), *resumed, *self._data(), self._not_looked_for()]
+        return sorted(found, key=lambda f: f.line)
 
     def begins_anew(self) -> list[Finding]:
         """State that a version does not restore, sorted by line."""
@@ -521,6 +562,18 @@ class ScriptLook:
                         "write reft.begin_step(engine) where the loop begins, or change it after "
                         "engine.step()",
                     )
+
+    def _not_looked_for(self) -> Finding:
+        """A note on the state of a script that reading it does not show."""
+        call = "reft.attach(engine, state={...}) or its client_state"
+        if self._is_megatrons():
+            call = "reft.keep_state({...}) before pretrain()"
+        return Finding(
+            Severity.NOTE,
+            "numbers and objects that the script keeps itself, such as counters, best losses and "
+            "guards, are not found by reading it",
+            f"pass them to {call}, and compare a killed run with an undisturbed one: reft rehearse",
+        )
 
     def _no_load(self) -> Iterator[Finding]:
         after = "After a failure it would not be resumed: it would stop with an error"
@@ -754,7 +807,7 @@ def installed(config: Mapping[str, Any]) -> Finding:
         change = "install DeepSpeed 0.18.5 or later" if engine == ZERO1_FP32 else 'write "stage": 1'
     else:
         severity, text = Severity.NOTE, "loads its own checkpoints of this configuration"
-        change = f"Megatron-DeepSpeed needs megatron_patches/{row.patch}" if row.patch else ""
+        change = ""
     return Finding(severity, f"DeepSpeed {deepspeed} with torch {torch} {text}", change)
 
 

@@ -285,7 +285,8 @@ def describe_protection(
     if storage.dir:
         kept = f"on storage in {storage.dir} {_interval(storage.adapts, storage.fixed_steps)}"
     return (
-        f"the job is protected: {topology.degrees} on {nodes} node(s), incarnation {incarnation}; "
+        f"reft protects this job from its first committed version on: {topology.degrees} on "
+        f"{nodes} node(s), incarnation {incarnation}; "
         f"protection {record.in_force} survives {survived}; versions in memory "
         f"{_interval(config.adapts, config.version_steps)}, {kept}"
     )

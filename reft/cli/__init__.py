@@ -22,13 +22,13 @@ _HELP = ["-h", "--help"]
 
 @dataclass(frozen=True)
 class Command:
-    """A sub-command, which is imported when it is used."""
+    """A sub-command. Its module is imported only when the command is used."""
 
     module: str
-    name: str  # Name of its function in the module
+    name: str  # Name of the function in the module
     help: str  # One line for ``reft --help``
-    # Whether the function parses its arguments itself and returns the exit code, because it extends
-    # the parser of another tool such as torchrun. For the other functions, typer parses.
+    # Whether the function parses its arguments itself and returns the exit code: it extends the
+    # parser of another tool, such as torchrun. If False, typer parses the arguments.
     parses: bool = False
 
 
@@ -95,12 +95,12 @@ COMMANDS = {
 
 
 def find_commands() -> dict[str, Command]:
-    """All sub-commands: reft's own and those of integrations, which parse their own arguments."""
+    """Return all sub-commands by name: reft's own, and those of integrations such as MPI."""
     integrated = {}
     for name, (target, help_line) in integrations.entries("COMMANDS"):
         module, _, function = target.partition(":")
         integrated[name] = Command(module, function, help_line, parses=True)
-    # This is the order in the list of commands: commands that start jobs come first.
+    # The order in which ``reft --help`` lists them: commands that start jobs come first.
     return {"launch": COMMANDS["launch"], **integrated, **COMMANDS}
 
 
@@ -109,7 +109,7 @@ def make_app(commands: Mapping[str, Command], used: Collection[str]) -> typer.Ty
 
     Args:
         commands: all sub-commands, by name.
-        used: names of the sub-commands to import; of the others, only the line of help is known.
+        used: names of the sub-commands to import. The others only appear in the list of commands.
     """
     app = typer.Typer(
         name="reft",
@@ -130,7 +130,7 @@ def make_app(commands: Mapping[str, Command], used: Collection[str]) -> typer.Ty
 
 
 def _describe_in_lower_case(app: Any) -> None:
-    """Give typer's own options, such as ``--help``, the style of the others."""
+    """Write the help of typer's own options, such as ``--help``, in the style of reft's options."""
     context = typer.Context(app, help_option_names=_HELP)
     for each in (app, *app.commands.values()):
         for option in (*each.params, each.get_help_option(context)):
@@ -141,11 +141,11 @@ def _describe_in_lower_case(app: Any) -> None:
 def _root(
     version: Annotated[bool, typer.Option("--version", help="print the version and exit")] = False,
 ) -> None:
-    """Declare ``--version``, which :func:`_dispatch` handles for every sub-command."""
+    """Declare the option ``--version``; :func:`_dispatch` handles it for every sub-command."""
 
 
 def launch(argv: Sequence[str]) -> int:
-    """``reft launch``; its help does not import torch, because that takes seconds."""
+    """Run ``reft launch``. For its help, torch is not imported, because that takes seconds."""
     if argv[:1] in (["-h"], ["--help"]):
         from reft.job.options import DESCRIPTION, add_own_options
         from reft.refusal import Parser
@@ -156,7 +156,7 @@ def launch(argv: Sequence[str]) -> int:
         return EXIT_WELL
     from reft.job.launch import main as run
 
-    return run(["--help"] if argv[:1] == ["--help-all"] else argv)  # Includes torchrun's help
+    return run(["--help"] if argv[:1] == ["--help-all"] else argv)  # --help-all: torchrun's, too
 
 
 def _elsewhere() -> None:
@@ -164,10 +164,10 @@ def _elsewhere() -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point. Exit codes: 0: good, 1: a problem was found, 2: wrong usage."""
+    """Run the ``reft`` command; return the exit code: 0: good; 1: a problem; 2: wrong usage."""
     try:
         return _dispatch(sys.argv[1:] if argv is None else argv)
-    # An OSError concerns a path that the user gave, and its message names the path.
+    # An OSError is about a path that the user gave, which its message names.
     except (ReftError, OSError) as error:
         from rich.console import Console
 
@@ -190,7 +190,7 @@ def _dispatch(arguments: Sequence[str]) -> int:
         app = typer.main.get_command(make_app(commands, tuple(commands) if completes else (name,)))
         _describe_in_lower_case(app)
         app(args=arguments, prog_name="reft")
-    # Usage errors have been shown already; typer.Exit carries the exit code of a command.
+    # typer exits with the code of a command, or of a usage error, which it has already shown.
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else EXIT_WELL
     return EXIT_WELL

@@ -1,12 +1,12 @@
-"""``reft check``: find nodes that are slow or hang before a job is started on them.
+"""``reft check``: finds nodes that are slow or hang before a job is started on them.
 
-Each node measures its own speed. Then the nodes all-reduce in pairs, twice, as in DLRover's node
-check. A pair is bad if its reduction fails or takes long. In the second round, each node of a bad
-pair gets a partner from a good pair; a node whose pair is bad again is itself bad.
+Each node measures its own speed. Then the nodes all-reduce in pairs, in two rounds, as in DLRover's
+node check. A pair is bad if its reduction fails or takes long. In the second round, slow nodes are
+paired with fast ones; a node whose pair is bad in both rounds is itself bad.
 
-Nodes communicate through the rendezvous store. In each round, a node waits at most ``timeout_secs``
-for the others. The first node that is ready writes the pairs. Every node computes the same verdict
-from the reports that arrived in time.
+Nodes communicate through the rendezvous store. In each round, a node waits ``timeout_secs`` at most
+for the others. The pairs are those that the first ready node writes into the store. Every node
+computes the same verdict from the reports that arrived in time.
 """
 
 from __future__ import annotations
@@ -47,16 +47,17 @@ MEASURES = {
     "memory_bytes": "copies memory",
     "link_bytes": "copies to its device",
 }
-"""Measurements of one node, each per second, and the words for them in messages."""
+"""Names of a node's measurements, each an amount per second; and how messages describe them."""
 _POLL_SECS = 0.1
 _CPU_SIZE, _DEVICE_SIZE = 512, 8192
 _COPY_BYTES = 64 * 2**20
 _REDUCED_BYTES = 16 * 2**20
 _WARM_UP, _REDUCTIONS = 2, 10
 
-Pair = tuple[int, ...]  # Indices of two nodes; the last pair of an odd number has three
+Pair = tuple[int, ...]  # Indices of two nodes; with an odd number of nodes, the last has three
 Round = tuple[Sequence[Pair], Mapping[int, float | None]]
-"""The pairs, and the seconds of each node: None if it failed, missing if it did not answer."""
+"""One round of all-reduces: the pairs, and the seconds that each node measured. The seconds are
+None if the reduction failed; they are missing if the node did not report."""
 
 
 def check_command(
@@ -179,11 +180,11 @@ def check_nodes(
         factor: a node or a pair is bad if it is this many times slower than the median of the
             others.
         secs: duration of every measurement.
-        timeout_secs: how long to wait for the other nodes in each round.
-        persist_dir: directory in the block; nodes that cannot write there are bad.
+        timeout_secs: longest wait for the other nodes in each round.
+        persist_dir: directory for checkpoints; nodes that cannot write there are bad.
 
     Returns:
-        The report, as JSON.
+        The report, an object for JSON.
 
     Raises:
         StoreError: the rendezvous store does not answer.
@@ -199,7 +200,7 @@ def check_nodes(
         store.set(f"{key}/{index}", json.dumps(value))
 
     def gather(key: str, indices: Sequence[int]) -> dict[int, Any]:
-        """Collect the values that these nodes publish in time, by index."""
+        """Collect the values that the given nodes publish in time, by index."""
         values: dict[int, Any] = {}
         deadline = time.monotonic() + timeout_secs
         while len(values) < len(indices) and time.monotonic() < deadline:
@@ -210,7 +211,7 @@ def check_nodes(
         return dict(sorted(values.items()))
 
     def reduce(number: str, proposed: Sequence[Pair]) -> Round:
-        """All-reduce in pairs. The first proposal in the store determines the pairs."""
+        """All-reduce in pairs; of the pairs that nodes propose, the first in the store is used."""
         _, agreed = store.compare_set(f"pairs{number}", None, json.dumps(proposed).encode())
         pairs = [tuple(pair) for pair in json.loads(agreed or b"[]")]
         for pair_index, pair in enumerate(pairs):
@@ -228,7 +229,7 @@ def check_nodes(
     publish("storage", "" if persist_dir is None else reason_unwritable(persist_dir))
     publish("name", name)
     published_names = gather("name", range(nodes))
-    # All nodes measure at the same time, because nodes on one host share its speed.
+    # Let all nodes measure at the same time, because nodes on the same host share its speed.
     publish("alone", measure_alone(secs))
     alone = gather("alone", list(published_names))
     names = [str(published_names.get(n, f"node {n} of {nodes}")) for n in range(nodes)]
@@ -257,7 +258,7 @@ def check_nodes(
 
 
 def measure_alone(secs: float) -> dict[str, float]:
-    """Measure this node. With several devices, each result is that of the slowest.
+    """Measure the speed of this node. With several devices, each result is the slowest one's.
 
     Args:
         secs: duration of every measurement.
@@ -297,7 +298,7 @@ def measure_alone(secs: float) -> dict[str, float]:
 
 
 def _calls_per_sec(call: Callable[[], object], device: torch.device, secs: float) -> float:
-    """Calls per second in a loop, not counting time for which this thread had no core."""
+    """Measure calls per second in a loop, without time in which this thread waited for a core."""
     vendor = find_vendor(device)
 
     def finish() -> None:
@@ -319,7 +320,7 @@ def _calls_per_sec(call: Callable[[], object], device: torch.device, secs: float
 
 
 def _delayed_secs() -> float:
-    """Seconds for which this thread was ready to run but had no core; 0 if unknown."""
+    """Return the seconds that this thread has waited for a core since it started; 0 if unknown."""
     with suppress(OSError, ValueError, IndexError):
         return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
     return 0.0
@@ -328,7 +329,15 @@ def _delayed_secs() -> float:
 def _reduce(
     store: KeyValueStore, meeting: str, rank: int, size: int, timeout_secs: float
 ) -> float | None:
-    """Median seconds of an all-reduce over gloo; None if it failed."""
+    """All-reduce over gloo; return the median seconds, or None if it failed.
+
+    Args:
+        store: store through which the nodes of a pair find each other.
+        meeting: key in the store for this pair and round.
+        rank: index of this node in its pair.
+        size: number of nodes in the pair.
+        timeout_secs: longest duration of each step.
+    """
     timeout = timedelta(seconds=timeout_secs)
     try:
         if rank == 0:
@@ -355,7 +364,7 @@ def _reduce(
 
 
 def first_pairs(nodes: Sequence[int]) -> list[Pair]:
-    """Pairs of neighbours; the last pair has three nodes if their number is odd."""
+    """Return pairs of nodes with neighbouring indices; with an odd number, the last has three."""
     order = sorted(nodes)
     pairs = [tuple(order[i : i + 2]) for i in range(0, len(order) - 1, 2)]
     if pairs and len(order) % 2:
@@ -364,9 +373,12 @@ def first_pairs(nodes: Sequence[int]) -> list[Pair]:
 
 
 def second_pairs(nodes: Sequence[int], first: Mapping[int, float | None]) -> list[Pair]:
-    """Pair the fastest node of the first round with the slowest, and so on.
+    """Pair fast nodes of the first round with slow ones: the fastest with the slowest, and so on.
 
-    A node whose reduction failed counts as the slowest.
+    Args:
+        nodes: indices of the nodes.
+        first: seconds of each node in the first round; a node whose reduction failed counts as
+            slowest.
     """
     order = sorted(nodes, key=lambda n: (first.get(n) is None, first.get(n) or 0.0, n))
     # The fastest, the slowest, the second fastest, the second slowest, ...
@@ -385,18 +397,18 @@ def judge(
 ) -> tuple[list[tuple[str, list[str]]], list[str]]:
     """Find the bad nodes.
 
-    A node is bad if it did not answer, or if it is slower than the median of the others by the
-    factor: either alone, or in its pair in every round.
+    A node is bad if it did not answer; if one of its own measurements is slower by ``factor`` than
+    the median of the others; or if its pair was slower by ``factor`` in every round.
 
     Args:
         names: names of all nodes.
         alone: measurements of the nodes that answered, by index.
-        rounds: pairs and times of the rounds of all-reduces.
-        factor: slowness at which a node is bad.
+        rounds: the rounds of all-reduces.
+        factor: factor of slowness at which a node is bad.
 
     Returns:
-        The names of bad nodes with the reasons; and sentences about pairs with a bad node that
-        cannot be identified.
+        The names of bad nodes with the reasons; and texts about pairs in which one node is bad but
+        it is not clear which.
     """
     reasons: dict[int, list[str]] = {node: [] for node in range(len(names))}
     for node, reasons_of_node in reasons.items():
@@ -413,7 +425,7 @@ def judge(
     always_bad = set.intersection(*map(set, bad)) if bad else set()
     unclear = []
     for pair in rounds[-1][0] if rounds else ():
-        # Two nodes of one pair whose pairs were bad in every round cannot be distinguished.
+        # If both nodes of this pair were in bad pairs in every round, either may be the cause.
         suspects = [node for node in pair if node in always_bad]
         if not suspects:
             continue
@@ -429,7 +441,7 @@ def judge(
 def _find_bad_pairs(
     pairs: Sequence[Pair], secs: Mapping[int, float | None], factor: float
 ) -> dict[int, str]:
-    """The nodes of bad pairs, each with the fault of its pair."""
+    """Return the nodes of bad pairs, each with a text on what is wrong with its pair."""
     pair_secs: dict[Pair, float] = {}
     for pair in pairs:
         node_secs = [value for node in pair if (value := secs.get(node)) is not None]

@@ -1,4 +1,4 @@
-"""``reft config`` and ``reft version``."""
+"""``reft config``: explains or checks the ``reft`` block; ``reft version``: prints the version."""
 
 from __future__ import annotations
 
@@ -49,7 +49,13 @@ def config_command(
 
 
 def _check(check: str | None, script: str | None, *, as_json: bool) -> bool:
-    from reft.checks.preflight import ScriptLook, config_findings, installed, storage_findings
+    from reft.checks.preflight import (
+        ScriptLook,
+        config_findings,
+        holds_block_alone,
+        installed,
+        storage_findings,
+    )
     from reft.config import read_object
     from reft.findings import Finding, Severity
 
@@ -58,8 +64,9 @@ def _check(check: str | None, script: str | None, *, as_json: bool) -> bool:
     if check is not None:
         config = read_object(Path(check), "the DeepSpeed configuration", "an object")
         block, findings = config_findings(config)
-        findings.append(installed(config))
-        findings += storage_findings(block)
+        if not holds_block_alone(config):
+            findings.append(installed(config))
+            findings += storage_findings(block)
     lines = [(finding.severity, str(finding)) for finding in findings]
     lacks = []
     if script is not None:
@@ -72,7 +79,9 @@ def _check(check: str | None, script: str | None, *, as_json: bool) -> bool:
     lines += [(finding.severity, f"{script}: {finding}") for finding in lacks]
     lines.sort(key=lambda line: line[0] is not Severity.REFUSED)
     refused, warned, noted = ([text for kind, text in lines if kind is of] for of in Severity)
-    well = not refused and not (lacks and block is not None and block.strict)
+    is_strict = block is not None and block.strict
+    lacking = any(finding.severity is Severity.WARNING for finding in lacks)
+    well = not refused and not (lacking and is_strict)
     if as_json:
         shown = block.model_dump(mode="json") if block is not None else None
         report = {

@@ -1,6 +1,6 @@
-"""``reft hook``: makes the block effective in every script of a Python environment.
+"""``reft hook``: makes the ``reft`` block effective in every script of a Python environment.
 
-With the hook, ``import deepspeed`` imports reft first, under any launcher.
+With the hook, ``import deepspeed`` imports reft first, whatever launcher starts the script.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ LINE = r"""import sys; exec("class Reft:
   return importlib.util.find_spec(name)
 sys.meta_path.insert(0, Reft())", {"sys": sys})
 """
-"""Python runs this line at every start. It imports nothing until deepspeed is imported."""
+"""Line in a .pth file, which Python runs at every start. It imports nothing until the script
+imports deepspeed."""
 
 
 class HookAction(StrEnum):

@@ -1,4 +1,7 @@
-"""``reft inspect``, ``verify``, ``persist``, ``clean``: a job's memory without its processes."""
+"""``reft inspect``, ``verify``, ``persist``, ``clean``: commands on the memory that a job leaves.
+
+They need no process of the job.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,8 @@ from reft.storage.persist import PersistProgress
 EXIT_NOT_WELL = 1
 _REMOVED, _PLANNED, _FAILED = "removed", "would be removed", "failed"
 _NO_DEVICE = {"CUDA_VISIBLE_DEVICES": "-1", "HIP_VISIBLE_DEVICES": "-1", "DS_ACCELERATOR": "cpu"}
-"""Hides all devices. AMD's runtime shows every device if the list is empty; -1 works for both."""
+"""Environment variables that hide all devices. The value is -1 because AMD's runtime would show
+every device if the list were empty."""
 
 MemoryDirs = Annotated[
     list[Path] | None,
@@ -190,15 +194,16 @@ def _no_device() -> Iterator[None]:
 
 
 def find_memory(memory_dirs: Sequence[Path] | None, job: str | None) -> list[Path]:
-    """Find the directories of one job on all given nodes.
+    """Find the memory directories of one job on all given nodes.
 
     Args:
-        memory_dirs: memory directories of the nodes; None: the default of this node.
-        job: name of the job; None: the only job that has memory there.
+        memory_dirs: directories with the memory of all jobs, one per node; None: this node's
+            default.
+        job: name of the job; None: the only job that has memory in these directories.
 
     Raises:
-        ReftError: the job has no memory there.
-        ConfigError: several jobs have memory there, and none is named.
+        ReftError: the job has no memory in these directories.
+        ConfigError: several jobs have memory in them, and ``job`` is None.
     """
     dirs = _memory_dirs(memory_dirs)
     job_dirs = find_job_dirs(dirs)
@@ -215,7 +220,7 @@ def find_memory(memory_dirs: Sequence[Path] | None, job: str | None) -> list[Pat
 def require_memory(
     memory_dirs: Sequence[Path] | None, job: str | None, *, as_json: bool
 ) -> list[Path]:
-    """Like :func:`find_memory`, for commands that print a JSON list, which is empty on an error."""
+    """Call :func:`find_memory`, for a command that prints a list; print ``[]`` if that fails."""
     try:
         return find_memory(memory_dirs, job)
     except ReftError:
@@ -234,7 +239,7 @@ def _memory_dirs(given: Sequence[Path] | None) -> list[Path]:
 
 
 def _clean(summary: JobSummary, force: bool, dry_run: bool) -> str:
-    """Remove the memory of a job if that is allowed; returns a description of the action."""
+    """Remove the memory of a job if that is allowed; return a text on what was done."""
     if summary.alive and not force:
         return f"left alone: {'; '.join(summary.alive_because)}"
     if summary.owner_uid != os.geteuid():

@@ -1,4 +1,4 @@
-"""``reft rehearse``: tests whether a script resumes exactly after a failure."""
+"""``reft rehearse``: tests whether a training script resumes exactly after a failure."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _EXIT_INTERRUPTED = 130
 
 
 def main(argv: Sequence[str]) -> int:
-    """Command line of ``reft rehearse``.
+    """Run the command ``reft rehearse``.
 
     Returns:
-        0: all steps are equal; 1: a step differs after the kill, or the job did not resume; 3: the
-        two undisturbed runs differ; 130: stopped by a signal.
+        The exit code: 0: all steps are equal; 1: a step differs after the kill, or the job did not
+        resume; 3: the two undisturbed runs differ; 130: stopped by a signal.
 
     Raises:
         ConfigError: options contradict each other, or the undisturbed job fails.
@@ -53,10 +53,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parse(argv: Sequence[str]) -> tuple[Any, bool]:
-    """Parse a command line.
+    """Parse the command line of ``reft rehearse``.
 
     Returns:
-        The rehearsal, and whether to print its report as JSON.
+        The rehearsal to run, and whether to print its report as JSON.
 
     Raises:
         SystemExit: argparse refuses an option, or ``--help`` is given.
@@ -82,16 +82,16 @@ def parse(argv: Sequence[str]) -> tuple[Any, bool]:
     own = Parser(prog=_NAME, add_help=False, allow_abbrev=False)
     _add_own(own)
     program = len(argv) - 1 - len(args.training_script_args)
-    # A "--" before the script belongs neither to the launcher nor to the script.
+    # Drop a "--" before the script: it belongs neither to the launcher nor to the script.
     _, launch = own.parse_known_args(list(argv[:program]))
     launch = [word for word in launch if word != "--"]
     given_nodes = args.nnodes
     meets = bool(args.rdzv_endpoint or args.slurm or args.hostfile or args.standalone)
     if not meets and given_nodes is not None:
-        # The rendezvous starts later, with the nodes, and then has a port.
+        # The nodes of this machine are started later, with an endpoint that has a real port.
         args.rdzv_endpoint = "127.0.0.1:0"
     options = collect_options(args)
-    # torchrun creates a directory for logs while it reads its options.
+    # Remove the directory for logs that torchrun creates while it reads its options.
     with suppress(OSError, AttributeError):
         os.rmdir(options.config.logs_specs.root_log_dir)  # type: ignore[union-attr]
     nodes = 0 if meets and options.config.max_nodes > 1 else options.config.min_nodes
@@ -139,7 +139,7 @@ def _add_own(group: argparse._ActionsContainer) -> None:
 
 
 def describe(report: dict[str, Any]) -> Iterator[str]:
-    """Describe a report in lines."""
+    """Yield the lines that describe a report to the user."""
     if report["unsteady"]:
         first = report["unsteady"][0]
         yield f"not deterministic by itself: {first['text']}"
@@ -147,7 +147,7 @@ def describe(report: dict[str, Any]) -> Iterator[str]:
         return
     for one in report["tries"]:
         yield from _describe_try(report["steps"], one)
-    # Shown even if all steps are equal: state that does not affect them may have been lost.
+    # Show reft's warnings even if all steps are equal: state may be lost that does not affect them.
     for text in report["said"]:
         yield f"reft said: {text}"
 

@@ -1,4 +1,7 @@
-"""``reft replay``: repeats the last step of a stopped job and compares the result with memory."""
+"""``reft replay``: repeats the last step of a stopped job, and compares the result with its memory.
+
+If peers were found to differ, it shows which of them hold a wrong state.
+"""
 
 from __future__ import annotations
 
@@ -28,19 +31,19 @@ _DESCRIPTION = (
     "memory, which stay as they are."
 )
 Blocks = Mapping[tuple[Coordinate, BlockKey], Mapping[str, int]]
-"""For each block in a rank's memory: checksums of the tensors in it, by name of the tensor."""
+"""For each block of a rank's state: the checksums of the tensors in the block, by tensor name."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Command line of ``reft replay``.
+    """Run the command ``reft replay``.
 
     Returns:
-        The exit code: 0 if all blocks are equal, 1 if not; that of ``reft launch`` if it fails.
+        The exit code: 0 if all blocks are equal, 1 if not; if the job itself fails, its exit code.
 
     Raises:
         ConfigError: the memory does not hold the required versions.
     """
-    # Help does not import torch, which takes seconds.
+    # Print the help without importing torch, which takes seconds.
     if argv[:1] in (["-h"], ["--help"]):
         own = Parser(prog=_NAME, words="SCRIPT [ARGUMENTS]...", description=_DESCRIPTION)
         _add_options(own)
@@ -116,7 +119,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _last_two(job: JobDir) -> tuple[VersionId, VersionId]:
-    """The newest complete version and the one before it."""
+    """Return the version before the newest complete one, and the newest complete one."""
     arenas = headers(job.path, job.secret, job.job_id)
     labels = sorted({header.label for _, header in arenas if header.state.whole})
     if len(labels) < 2 or labels[-2].step >= labels[-1].step:
@@ -129,8 +132,8 @@ def _last_two(job: JobDir) -> tuple[VersionId, VersionId]:
 
 
 def _copy(job: JobDir, target: Path, label: VersionId) -> None:
-    """Make a directory of the same job that holds one version only."""
-    shutil.rmtree(target, ignore_errors=True)  # Left by the first repetition
+    """Copy a job's memory directory, with the arenas of one version only."""
+    shutil.rmtree(target, ignore_errors=True)  # The copy of the first repetition, if any
     target.parent.mkdir(mode=0o700, exist_ok=True)
     target.mkdir(mode=0o700)
     versions = {
@@ -143,7 +146,7 @@ def _copy(job: JobDir, target: Path, label: VersionId) -> None:
 
 
 def _blocks(job: JobDir, step: int) -> Blocks:
-    """Checksums of the tensors in all blocks of one step."""
+    """Compute the checksums of the tensors in all blocks of the version of one step."""
     from reft.state.blob import DecodedBlob
     from reft.state.catalogue import end_to_end
 
@@ -157,7 +160,8 @@ def _blocks(job: JobDir, step: int) -> Blocks:
             specs = {Section.REPLICATED: manifest.replicated, Section.OWNED: manifest.owned}
             places = {s: end_to_end(spec.nbytes for spec in of)[0] for s, of in specs.items()}
             for e in header.entries:
-                # A copy of another rank's partition is compared on the owning rank.
+                # Skip copies of other ranks' partitions: these are compared on the ranks that own
+                # them.
                 if e.key.section is Section.REPLICATED or (
                     e.key.section is Section.OWNED and e.owner
                 ):

@@ -1,7 +1,7 @@
 """``reft protect``, ``scale`` and ``advise``: change a running job, or get advice on it.
 
-A request is a numbered file in the job's memory on this node. The job's trainers or its launcher
-carry it out and write an answer.
+A request is a numbered file in the job's memory directory on this node. The job's trainers or its
+launcher carry the request out, and write an answer next to it.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def protect_command(
         _show(record, as_json)
         return
     requested = parse_request(scheme)
-    # As far as the arenas show the size of the job's groups, refuse a scheme with no room in them.
+    # The arenas show the data-parallel degree: refuse a scheme that needs more members than that.
     for path in paths:
         directory = JobDir.open(path)
         for _, header in headers(path, directory.secret, directory.job_id):
@@ -102,7 +102,7 @@ def protect_command(
 
 
 def _polls(secs: float) -> Iterator[None]:
-    """Yield until the time is up, with pauses between polls for an answer."""
+    """Yield repeatedly, with pauses, until ``secs`` have passed; the caller polls each time."""
     deadline = time.monotonic() + secs
     while time.monotonic() < deadline:
         yield
@@ -117,7 +117,10 @@ def _show(record: ProtectionRecord, as_json: bool) -> None:
 
 
 def describe(record: dict[str, Any]) -> list[str]:
-    """Describe a record in lines, the active protection first; empty if there is no record."""
+    """Return lines that describe a protection record, the active protection first.
+
+    An empty record gives no lines.
+    """
     if not record:
         return []
     degraded = record.get("degraded")
@@ -198,7 +201,7 @@ def scale_command(
         newest = read_answer(path)
         if newest is not None and newest.number == request.number:
             answer = newest
-        # If the node has left the job, its memory was removed together with the final answer.
+        # If this node has left the job, its memory was removed, with the final answer in it.
         if answer is not None and not path.exists():
             answer = ScaleAnswer(request.number, nodes, nodes, done=True)
         if answer is not None and (answer.done or answer.refused):
@@ -253,7 +256,7 @@ def advise_command(
     name = JobDir.open(paths[0]).job_id
     if as_json or as_yaml:
         memory = min((b.limit_bytes for b in bounds(paths[0]) if b.limit_bytes > 0), default=0)
-        # The operator identifies a plan by its name, so every round has its own.
+        # The operator identifies a plan by its name, so use a new number in every round.
         number = max((r.round for p in paths for r in read_history(p)), default=0)
         cores = len(os.sched_getaffinity(0))
         plan = scale_plan(

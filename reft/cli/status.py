@@ -1,4 +1,4 @@
-"""``reft status``: a whole job from any of its nodes. ``reft history``: its restarts."""
+"""``reft status``: shows a whole job from any of its nodes. ``reft history``: its restarts."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def status_command(
 
 
 def _find_page(status: dict[str, Any]) -> str:
-    """Find the address of the status page that a daemon of these nodes serves."""
+    """Return the address of the status page that one of these nodes' daemons serves."""
     daemons = [node["status"] or {} for node in status["here"] if node["daemon_runs"]]
     for daemon in daemons:
         if problem := daemon.get("web_problem"):
@@ -192,7 +192,7 @@ def _kept(directory: Path, *, as_json: bool) -> Histories:
 
 
 def _watch(reader: StatusReader, interval_secs: float, *, as_json: bool) -> dict[str, Any]:
-    """Show the job until Ctrl-C or its end. Returns the last status."""
+    """Show the job repeatedly until Ctrl-C or the job's end; return the last status."""
     console = Console()
     status: dict[str, Any] = {"well": True}
     try:
@@ -206,7 +206,7 @@ def _watch(reader: StatusReader, interval_secs: float, *, as_json: bool) -> dict
                 sys.stdout.flush()
     except KeyboardInterrupt:
         return status
-    except BrokenPipeError:  # The reader of the pipe has ended
+    except BrokenPipeError:  # The program that reads the output has ended
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
         return status
     if not as_json:
@@ -234,9 +234,10 @@ def _poll(reader: StatusReader, interval_secs: float) -> Iterator[dict[str, Any]
 
 
 def _vanishes(paths: Sequence[Path]) -> bool:
-    """Whether the memory of one of these nodes is being removed, as after a good end of the job.
+    """Whether a memory directory is being removed, as after the good end of a job.
 
-    Files are missing while the removal takes place, so this waits for it briefly.
+    A removal in progress looks like missing files, so wait briefly to see whether a whole directory
+    disappears.
     """
     deadline = time.monotonic() + _REMOVAL_SECS
     while (whole := all(path.is_dir() for path in paths)) and time.monotonic() < deadline:
@@ -371,7 +372,7 @@ def _speeds(status: dict[str, Any]) -> Table:
 
 
 def _describe_node(node: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """A node's own part of the status, as rows of a table."""
+    """Yield a node's own part of the status, as rows (name, text) of a table."""
     status = node["status"] or {}
     stats = [t["stats"] for t in (status.get("trainers") or {}).values() if t.get("stats")]
     skipped = (status.get("skipped") or {}).items()
@@ -400,9 +401,9 @@ def _describe_storage(persist: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _describe_rates(stats: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
-    """How often versions are taken and persisted, if the job adapts that itself.
+    """Describe how often versions are taken and persisted, if reft adapts that.
 
-    The rank with the longest interval is shown.
+    Of all ranks' intervals the longest is shown.
     """
     for name, key, when in (
         ("snapshot rate", "memory_rate", "after a failure that memory survives"),
@@ -425,7 +426,7 @@ def _describe_rates(stats: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
 
 
 def _describe_traffic(stats: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
-    """Bytes of the newest version by kind, summed over the ranks of the node."""
+    """Describe the bytes that the newest version moved, by kind, summed over the node's ranks."""
     traffic = [rank["traffic"] for rank in stats if "traffic" in rank]
     for name, way in (("a version copies", "to_host"), ("and sends to other nodes", "sent")):
         total: Counter[str] = sum((Counter(rank[way]) for rank in traffic), Counter())

@@ -1,14 +1,15 @@
-"""The host-side control plane: votes and messages of ranks, apart from training collectives.
+"""The control plane: votes and messages among the hosts of all ranks.
 
-It has its own connections, which no training collective uses, so that a commit in the background
+It has connections of its own, which no training collective uses, so that a commit in the background
 can never reorder or delay a training message. Every rank takes part in every vote, in the same
-order; two votes are the two phases of the global commit. The snapshot workers have connections
-apart from those of the main threads. If a worker loses its place in the protocol, it closes its
-connections, its peers notice that at once, and all of them connect again (P6).
+order. A version is committed in two phases, with one vote each. The snapshot workers (the threads
+that take versions) have connections apart from those of the main threads. If a worker is out of
+step with the others after an error, it closes its connections; its peers notice that at once, and
+all workers connect again (P6).
 
 Ranks find each other through a store (torch's, or :class:`reft.control.keyvalue.KeyValueStore`).
-The number of requests of a rank to it does not depend on the number of ranks. Positions in the tree
-are assigned in the order of arrival.
+Each rank sends it a number of requests that does not depend on the number of ranks. Positions in
+the tree of connections are assigned in the order of arrival.
 """
 
 from __future__ import annotations
@@ -58,14 +59,14 @@ from reft.grid import VersionId
 if TYPE_CHECKING:
     import torch
 
-SOCKETS = "sockets"  # Value of ``transport`` in the block that needs no integration
+SOCKETS = "sockets"  # Value of ``transport`` in the reft block that needs no integration
 _MESSAGE = b"reft-message-1"
 _GATHERED = b"reft-gathered-1"
 _LENGTH_BYTES = 8
 _FIRST_POLL_SECS, _LONGEST_POLL_SECS = 0.005, 0.25
 _FAILURE_POLL_SECS = 1.0  # Interval at which a waiting rank checks whether another has given up
 _TREE, _PAIR = "tree", "pair"
-_MAX_VIEWS = 64  # Most buffers of one call of ``sendmsg`` or ``recvmsg_into``
+_MAX_VIEWS = 64  # Most buffers in one call of ``sendmsg`` or ``recvmsg_into``
 _MAX_WAKE_BYTES = 4096
 
 
@@ -80,16 +81,18 @@ class Store(Protocol):
 
 @dataclass(frozen=True)
 class Ballot:
-    """One rank's vote on one version, or the result of the vote (in parentheses)."""
+    """One rank's vote on one version. The result of a vote has the same form, over all ranks."""
 
-    ok: bool  # The version is in order on this rank (on all ranks)
-    # Step after which this rank can stop, if it received a signal; 0 if not (the latest step)
+    ok: bool  # Whether the version is in order on this rank; result: on all ranks
+    # Step after which this rank can stop, if it received a stop signal, else 0; result: the latest
     stop_after_step: int = 0
-    relayout: bool = False  # The shapes of this rank's state differ from the plan (of any rank)
-    late: bool = False  # The next votes of this rank lag behind its training (of any rank)
-    # This rank has an error that it has not reported to its peers (any rank has)
+    # Whether the shapes of this rank's state differ from the shard plan; result: of any rank's
+    relayout: bool = False
+    # Whether this rank's next votes will lag behind its training; result: any rank's
+    late: bool = False
+    # Whether this rank has an error that its peers do not know yet; result: whether any rank has
     has_errors: bool = False
-    # Numbers of each feature by its name, opaque to the core (the maximum of each number)
+    # Numbers of each feature, by its name, opaque to the core; result: the maximum of each number
     features: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
@@ -97,23 +100,23 @@ _RAISED = ("stop_after_step", "relayout", "late", "has_errors")
 
 
 class ControlGroup:
-    """Messages among all ranks, for the main thread while it joins and loads.
+    """Messages among all ranks, for the main threads while they join and load.
 
-    The constructor and all methods are collective.
+    The constructor and all methods except :meth:`leave` are collective.
 
     Args:
-        timeout_secs: how long to wait for a silent peer.
+        timeout_secs: longest wait for a silent peer.
         node: node of this rank; by default its host.
         secret: the secret by which ranks authenticate each other; None: the first rank writes one
             to torch's store.
         transport: ``sockets``, or the transport of an integration.
 
     Attributes:
-        on_silence: called, in addition to the log, with ranks that have not answered for long.
+        on_silence: called, in addition to the log, if ranks have not answered for long.
 
     Raises:
         TransferError: a peer did not connect in time, or cannot be reached.
-        AuthenticationError: a peer has another secret.
+        AuthenticationError: a peer has a different secret.
         ConfigError: the transport cannot be used; the message says what is missing.
     """
 
@@ -133,7 +136,7 @@ class ControlGroup:
         self.world_size = dist.get_world_size()
         self.timeout_secs = timeout_secs
         self._node = node or socket.gethostname()
-        # The store is kept instead of a process group of torch: a script that ends with
+        # Keep torch's store rather than a process group: a script that ends with
         # destroy_process_group() would destroy the group while the last version is committed.
         self._store: Any = dist.distributed_c10d._get_default_store()
         self._prefix = f"reft-control/{next(self._numbers)}"
@@ -152,7 +155,7 @@ class ControlGroup:
 
     def _connect(self, keep_waiting: KeepWaiting) -> None:
         def on_silence(missing: list[str], secs: float) -> None:
-            self.on_silence(missing, secs)  # Looked up here, because it may be set later
+            self.on_silence(missing, secs)  # Looked up at each call: the attribute may change
 
         if self._open_transport is not None:
             self._transport = self._open_transport(self.timeout_secs, keep_waiting, on_silence)
@@ -177,7 +180,7 @@ class ControlGroup:
         return self._transport
 
     def for_worker(self, secret: bytes | None = None) -> WorkerControl:
-        """Connect the snapshot workers.
+        """Open the connections of the snapshot workers, which take versions. Collective.
 
         Args:
             secret: secret of the job; None: the secret of this group.
@@ -199,8 +202,8 @@ class ControlGroup:
 
         Raises:
             TransferError: a peer is gone or silent.
-            AuthenticationError: a message lacks the secret's MAC. Only with transports of
-                integrations, since sockets authenticate their connections.
+            AuthenticationError: a message has no valid MAC. Only messages over transports of
+                integrations carry one; sockets authenticate the connections instead.
         """
         if self._open_transport is None:
             return self._connections.gather(data)
@@ -208,12 +211,12 @@ class ControlGroup:
         return [check_authentic(body, self._secret, _GATHERED) for body in bodies]
 
     def gather_ints(self, values: Sequence[int]) -> list[list[int]]:
-        """All-gather integers of 64 bits; otherwise as :meth:`gather_bytes`."""
+        """All-gather integers of 64 bits; apart from that the same as :meth:`gather_bytes`."""
         rows = self.gather_bytes(np.array(values, np.int64).tobytes())
         return [np.frombuffer(row, np.int64).tolist() for row in rows]
 
     def any_of(self, *conditions: bool) -> list[bool]:
-        """For each condition, whether it holds on any rank. Raises TransferError."""
+        """Return for each condition whether it holds on any rank. Raises TransferError."""
         results = self._connections.reduce_min([not condition for condition in conditions])
         return [not result for result in results]
 
@@ -221,8 +224,8 @@ class ControlGroup:
         """Exchange one message with each of some peers. Collective among these ranks.
 
         Args:
-            bodies: messages by global rank; the entry of this rank is ignored. Every peer has a
-                message for this rank in the same call; it may be empty.
+            bodies: messages by global rank; the entry of this rank is ignored. Each of these peers
+                must pass a message for this rank, possibly empty, in its own call.
 
         Returns:
             The messages of the peers, by global rank.
@@ -265,7 +268,8 @@ class ControlGroup:
     ) -> None:
         """Send tensors to peers and receive tensors from peers.
 
-        Both ranks of a pair name each other in the same call, with the same numbers of bytes.
+        If this rank names a peer, the peer must name this rank in its own call, with the same
+        numbers of bytes.
 
         Args:
             sends: contiguous tensors on the host, by global rank.
@@ -287,7 +291,7 @@ class ControlGroup:
         try:
             self._connections.stream(sends, receives, wake)
         except BaseException as error:
-            # Some pairs have moved a part of their bytes, so only new connections are in step.
+            # Some pairs may have moved a part of their bytes: these connections are useless now.
             self.leave()
             if isinstance(error, (OSError, EOFError, AuthenticationError)):
                 raise PeerLostError(
@@ -297,27 +301,27 @@ class ControlGroup:
             raise
 
     def end_pairs(self) -> None:
-        """Close the connections that exchanges have made beyond the tree's.
+        """Close the connections between pairs that exchanges have opened; keep those of the tree.
 
-        It does not wait for the other ranks. A collective has to follow before the next exchange.
+        This does not wait for the other ranks. A collective has to follow before the next exchange.
         """
         self._connections.end_pairs()
 
     def leave(self) -> None:
-        """Close this rank's connections; its neighbours notice at once, and others through them."""
+        """Close this rank's connections. Neighbours notice at once, and all others through them."""
         transport, self._transport = self._transport, None
         if transport is not None:
             transport.close()
 
 
 class WorkerControl(ControlGroup):
-    """Votes and exchanges of the snapshot workers. Used by the worker thread only."""
+    """Votes and exchanges of the snapshot workers. Used only by the worker thread of each rank."""
 
     def rejoin(self, keep_waiting: KeepWaiting) -> None:
         """Connect again, after all ranks have left the old connections. Collective.
 
         Args:
-            keep_waiting: ends the wait when it returns False.
+            keep_waiting: called repeatedly; ends the wait when it returns False.
 
         Raises:
             TransferError: a peer did not connect in time, or cannot be reached.
@@ -333,10 +337,10 @@ class WorkerControl(ControlGroup):
             version: the version to vote on, which must be the same on all ranks.
 
         Raises:
-            TransferError: a peer is gone, or votes on another version.
+            TransferError: a peer is gone, or votes on a different version.
         """
-        # The transport only has a minimum. Fields that need a maximum are sent negated. The version
-        # is sent twice, so that its minimum and its maximum can be compared.
+        # The transport can only compute minima, so values that need a maximum are sent negated. The
+        # version is sent both ways: if its minimum and maximum differ, so do the ranks' versions.
         flags = [getattr(ballot, name) for name in _RAISED]
         names = sorted(ballot.features)
         numbers = [number for name in names for number in ballot.features[name]]
@@ -375,10 +379,18 @@ def _to_bytes(tensors: Mapping[int, Sequence[torch.Tensor]]) -> dict[int, list[m
 class TreeTransport(Tree):
     """One rank's connections over sockets: those of the tree, and one to each peer.
 
-    A connection to a peer is made when the two first exchange bytes. The bytes are sent without
-    frames: the connection is authenticated, and the checksums of the version verify the bytes. A
-    rank without free buffers does not read, and the socket buffers limit how far its peer can send
-    ahead. If a connection of the tree ends, the exchange ends too. Used by one thread.
+    The connection to a peer is opened when both first exchange bytes. The bytes are sent without
+    frames and MACs: the connection is authenticated, and the checksums of the version verify the
+    bytes. A rank without free buffers does not read, so that its peer can send only as much as the
+    socket buffers hold. If a connection of the tree ends, an exchange ends with an error, too. Used
+    by one thread.
+
+    Args:
+        arrivals: the connections that other ranks open to this one.
+        parent: connection to the parent in the tree; None at the root.
+        children: connections to the children in the tree.
+        limits: time-outs.
+        endpoint_of: returns the addresses of a rank.
     """
 
     def __init__(
@@ -413,10 +425,11 @@ class TreeTransport(Tree):
         self._move(exchanges, wake)
 
     def _pair(self, peer: int, deadline: float) -> Channel:
-        """The connection to a peer, made at its first use."""
+        """Return the connection to a peer; open it at its first use."""
         if peer not in self.pairs:
-            # The lower rank calls, so that a pair has one connection. The other rank accepts in a
-            # thread, so a ring in which every rank calls the next does not deadlock.
+            # The lower rank connects and the higher one accepts, so each pair has one connection.
+            # Accepting runs in a thread, so ranks that all open the connection to their ring
+            # neighbour at once do not deadlock.
             if self._rank < peer:
                 channel = self._arrivals.call(self._endpoint_of(peer), _PAIR, deadline)
             else:
@@ -439,7 +452,7 @@ class TreeTransport(Tree):
         """Run all exchanges to their end.
 
         Raises:
-            TimeoutError: nothing moved within the time-out.
+            TimeoutError: no byte moved within the time-out.
             EOFError: a peer, or a neighbour in the tree, has closed its connection.
         """
         poller = select.poll()
@@ -458,7 +471,7 @@ class TreeTransport(Tree):
                 silence = PeerTimeout(self.limits.patience_secs)
                 if wake is not None and fd == wake.fileno():
                     wake.recv(_MAX_WAKE_BYTES)
-                    # A sink may have free buffers now, so its connection is polled again.
+                    # Sinks may have free buffers now: poll their connections for reading again.
                     for each, exchange in busy.items():
                         poller.modify(each, exchange.events() | PEER_ENDED)
                 elif fd not in busy:
@@ -484,7 +497,7 @@ class TreeTransport(Tree):
 
 
 class _PairExchange:
-    """The transfers of one exchange over one connection, in both directions."""
+    """The bytes of one exchange with one peer, in both directions."""
 
     def __init__(self, channel: Channel, out: Sequence[memoryview], sink: ReceiveSink) -> None:
         self.peer = channel.peer
@@ -498,14 +511,14 @@ class _PairExchange:
         return not self._out and self._sink.complete
 
     def events(self) -> int:
-        """The ``poll`` events at which bytes can be moved."""
+        """Return the ``poll`` events at which bytes can be moved now."""
         self._room.extend(self._sink.room())
         writable = select.POLLOUT if self._out else 0
         readable = select.POLLIN if self._room else 0
         return writable | readable
 
     def advance(self, event: int) -> None:
-        """Move bytes after an event. Raises EOFError if the peer has closed the connection."""
+        """Move bytes after an event; raise EOFError if the peer has closed the connection."""
         if self._room and event & select.POLLIN:
             nbytes = self.connection.recvmsg_into(islice(self._room, _MAX_VIEWS))[0]
             if not nbytes:
@@ -536,18 +549,18 @@ def connect(
 
     Args:
         store: store through which the ranks find each other.
-        prefix: prefix of the keys, different in every call.
+        prefix: prefix of the keys in the store, a different one for every call.
         rank: rank of this process.
         world_size: number of ranks.
-        node: node of this rank; ranks of one node use Unix sockets.
+        node: node of this rank; ranks of the same node use Unix sockets.
         secret: secret of the job.
         timeout_secs: time-out for connecting, and later for each collective and each exchange.
-        keep_waiting: ends the wait when it returns False.
-        on_silence: called, in addition to the log, with ranks that have not answered for long.
+        keep_waiting: called repeatedly; ends the wait when it returns False.
+        on_silence: called, in addition to the log, if ranks have not answered for long.
 
     Raises:
         TransferError: the ranks cannot be connected in time.
-        AuthenticationError: a rank has another secret.
+        AuthenticationError: a rank has a different secret.
     """
     joining = _JoinRecord(store, prefix, secret, time.monotonic() + timeout_secs, keep_waiting)
     links: list[Channel] = []
@@ -591,12 +604,13 @@ class _JoinRecord:
     ============== ==========================================================
     key            value
     ============== ==========================================================
-    node/NODE      number of ranks that have joined on this node
-    nodes          number of nodes with a rank
-    rank/RANK      endpoint of a rank
-    at/NODE/INDEX  rank at a position of the node's tree
-    leader/INDEX   rank at a position of the tree of nodes
-    came, whole    number of ranks that have joined; present when all have
+    node/NODE      number of ranks that have joined on node NODE
+    nodes          number of nodes with a rank that has joined
+    rank/RANK      endpoint of rank RANK
+    at/NODE/INDEX  rank at position INDEX of the tree within node NODE
+    leader/INDEX   rank at position INDEX of the tree of nodes
+    came           number of ranks that have joined
+    whole          exists once all ranks have joined
     failures       number of ranks that gave up
     failed         first rank that gave up
     ============== ==========================================================
@@ -620,7 +634,7 @@ class _JoinRecord:
 
     @contextmanager
     def reporting_failure(self, rank: int) -> Iterator[None]:
-        """Report an error in this block to the ranks that still wait."""
+        """Report an error in the ``with`` block to the ranks that still wait."""
         try:
             yield
         except BaseException:
@@ -630,7 +644,7 @@ class _JoinRecord:
             raise
 
     def keep_waiting(self) -> bool:
-        """Whether to keep waiting. Raises TransferError if another rank has given up."""
+        """Whether to keep waiting; raises TransferError if another rank has given up."""
         if time.monotonic() > self._failure_poll_at:
             self._failure_poll_at = time.monotonic() + _FAILURE_POLL_SECS
             if self._store.check([self._key("failed")]):
@@ -645,8 +659,14 @@ class _JoinRecord:
     ) -> tuple[Sequence[int], Endpoint | None]:
         """Take a position in the tree, and wait until all ranks have one.
 
+        Args:
+            own: addresses of this rank.
+            world_size: number of ranks.
+            node: node of this rank.
+
         Returns:
-            The ranks that call this one, and the endpoint that this one calls; None at the root.
+            The ranks that will connect to this one, its children; and the addresses of its parent,
+            to which it has to connect, or None for the root.
         """
         if world_size == 1:
             return (), None
@@ -657,7 +677,7 @@ class _JoinRecord:
         self._set(f"at/{node}/{index}", str(own.rank))
         if node_index is not None:
             self._set(f"leader/{node_index}", str(own.rank))
-        # Counted last: when all ranks have been counted, all of the keys above exist.
+        # Count this rank last: once all ranks are counted, all keys above exist.
         came = self._take_number("came") + 1
         if came > world_size:
             raise TransferError(
@@ -668,8 +688,8 @@ class _JoinRecord:
         if came == world_size:
             self._set("whole", "1")
         self._wait_for_all(world_size)
-        # All ranks listen now, so connecting takes little time. A rank that has died meanwhile
-        # cannot report it, so the deadline is short.
+        # All ranks listen now, so connecting takes little time. Shorten the deadline, because a
+        # rank that has died meanwhile cannot report that it gives up.
         self.deadline = min(self.deadline, time.monotonic() + CONNECT_SECS)
         ranks_here = self._read_count(f"node/{node}")
         callers = [self._read_rank(f"at/{node}/{i}") for i in find_children(index, ranks_here)]
@@ -684,12 +704,12 @@ class _JoinRecord:
         return callers, self.endpoint_of(parent)
 
     def endpoint_of(self, rank: int) -> Endpoint:
-        """Endpoint of a rank. Raises AuthenticationError if the job did not write the key."""
+        """Return a rank's addresses; raise AuthenticationError if another job wrote them."""
         packed = bytes.fromhex(self._store.get(self._key(f"rank/{rank}")).decode())
         return Endpoint.unpack(packed, self._secret)
 
     def _wait_for_all(self, world_size: int) -> None:
-        # Polled, because a blocking wait would keep other threads of the process from the store.
+        # Poll, because a blocking wait would block other threads' requests to torch's store.
         pauses = Backoff(_FIRST_POLL_SECS, _LONGEST_POLL_SECS)
         while not self._store.check([self._key("whole")]):
             if not self.keep_waiting() or time.monotonic() > self.deadline:
@@ -710,14 +730,14 @@ class _JoinRecord:
         return self._store.add(self._key(name), 0)
 
     def _take_number(self, name: str) -> int:
-        """Take the next number of a counter that starts at 0."""
+        """Take the next number from a counter that starts at 0."""
         return self._store.add(self._key(name), 1) - 1
 
 
 def shared_secret(store: Store, key: str, make: Callable[[], bytes]) -> bytes:
-    """A secret that the first caller makes and all others read from the store.
+    """Return a secret that the first caller makes and all others read from the store.
 
-    Every process that can read the store can use it, as with torch's own groups.
+    It only keeps out processes that cannot read the store, as torch's own process groups do.
     """
     if store.add(f"{key}/first", 1) == 1:
         store.set(key, make().hex())

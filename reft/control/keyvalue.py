@@ -1,8 +1,9 @@
-"""The rendezvous store: a table of bytes for processes that know the secret (P11).
+"""The rendezvous store: a key-value table for processes that know the secret (P11).
 
 It replaces torch's TCPStore, which serves every process that reaches its port and has no option for
-a secret. etcd (:mod:`reft_etcd`) survives the loss of its host, but it is one more server to
-install and maintain; this store lives in a launcher or in ``reft rendezvous``.
+a secret. The store is served by a launcher or by ``reft rendezvous`` and is lost with that process;
+an etcd cluster (:mod:`reft_etcd`) can be used instead, which survives the loss of a host but has to
+be installed and maintained.
 
 Every request has one reply. A request is ``[operation, arguments...]``, a reply is ``[True,
 result]`` or ``[False, reason]``.
@@ -41,27 +42,28 @@ PURPOSE = "rendezvous"
 _RETRY_SECS = 1.0
 _FIRST_POLL_SECS, _LONGEST_POLL_SECS = 0.01, 0.25
 _REPEATABLE = ("get", "set", "check", "delete", "compare_set", "left", "time")
-"""Operations that may be repeated if their reply was lost: a second run changes nothing more."""
-_LEFT_SECS = 600.0  # How long the server remembers that a holder's connection has ended
+"""Operations that are sent again if their reply was lost: running one twice does no harm."""
+_LEFT_SECS = 600.0  # Time for which the server remembers names that are no longer held
 _FIRST_PAUSE_SECS, _LONGEST_PAUSE_SECS = 0.05, 1.0
 _JOURNAL_FILE = "rendezvous.sqlite"
 _JOURNAL_PURPOSE = b"rendezvous state"
 
 
 class StoreError(RuntimeError):
-    """The store does not answer, or refuses an operation."""
+    """Raised if the store does not answer, or refuses an operation."""
 
 
 class RendezvousStore(ABC):
-    """A client of a store: what reft needs of ``torch.distributed.Store``, and held names.
+    """A client of a rendezvous store.
 
-    Safe to use from several threads. Every method is bounded in time, and raises StoreError if the
-    store does not answer.
+    It offers the part of ``torch.distributed.Store`` that reft uses. In addition, a process can
+    hold a name in the store, so that others see whether the process is alive. Thread-safe. Every
+    method is bounded in time, and raises StoreError if the store does not answer.
 
     Attributes:
-        prefix: put before every key.
-        keeps_leases: whether a holder has to renew its name in time. Otherwise it holds the name
-            while it is connected.
+        prefix: text that is put before every key and name.
+        keeps_leases: True if a held name is a lease, which expires unless the process renews it;
+            False if a name is held as long as its process is connected.
     """
 
     prefix: str = ""
@@ -74,17 +76,17 @@ class RendezvousStore(ABC):
         """``host:port`` of the server that answers the requests."""
 
     def with_prefix(self, prefix: str) -> Self:
-        """The same store over the same connection, with ``prefix/`` before every key."""
+        """Return a view of the store over the same connection, with ``prefix/`` before its keys."""
         view = type(self).__new__(type(self))
         view.__dict__.update(self.__dict__, prefix=f"{self.prefix}{prefix}/")
         return view
 
     @abstractmethod
     def set(self, key: str, value: str | bytes) -> None:
-        """Write a value, and overwrite an older one."""
+        """Write a value; overwrite an older one."""
 
     def get(self, key: str) -> bytes:
-        """Wait for the value of ``key``. Raises TimeoutError if it is not written in time."""
+        """Return the value of ``key``; wait until it is written, or raise TimeoutError."""
         value = self.peek(key)
         if value is None:
             self.wait([key])
@@ -95,7 +97,7 @@ class RendezvousStore(ABC):
 
     @abstractmethod
     def peek(self, key: str) -> bytes | None:
-        """The current value of ``key``; None if there is none."""
+        """Return the current value of ``key``; None if there is none."""
 
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all ``keys`` have a value; without keys, whether the store answers."""
@@ -104,20 +106,25 @@ class RendezvousStore(ABC):
 
     @abstractmethod
     def delete(self, key: str) -> bool:
-        """Delete a key; returns whether it had a value."""
+        """Delete a key; return whether it had a value."""
 
     @abstractmethod
     def compare_set(
         self, key: str, expected: bytes | None, value: bytes
     ) -> tuple[bool, bytes | None]:
-        """Write a value if the key holds ``expected``; None means that it has no value.
+        """Write a value if the key's current value is ``expected``.
+
+        Args:
+            key: the key.
+            expected: the value that the key must have; None: it must have no value.
+            value: the new value.
 
         Returns:
-            Whether the value was written, and the key's current value.
+            Whether the value was written, and the key's value afterwards.
         """
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all keys have a value. Raises TimeoutError."""
+        """Wait until all keys have a value; raise TimeoutError if that takes too long."""
         secs = self._timeout_secs if timeout is None else timeout.total_seconds()
         deadline = time.monotonic() + secs
         pauses = Backoff(_FIRST_POLL_SECS, _LONGEST_POLL_SECS)
@@ -130,31 +137,31 @@ class RendezvousStore(ABC):
 
     @abstractmethod
     def hold(self, name: str, secs: float) -> None:
-        """Hold a name, which shows others that this process is alive.
+        """Hold a name, from which others see that this process is alive.
 
         Args:
             name: name of this process.
-            secs: length of the lease. Without leases, the name is held while the process is
-                connected.
+            secs: length of the lease; ignored by a store without leases, in which the name is held
+                as long as the process is connected.
         """
 
     def alive(self, prefix: str) -> frozenset[str]:
-        """The held names with a prefix.
+        """Return the names with a prefix that are held now.
 
-        Empty if the store keeps no leases; its clients then write heartbeats into a value.
+        A store without leases returns none; its clients write heartbeats into a value instead.
         """
         return frozenset()
 
     @abstractmethod
     def left(self, prefix: str) -> dict[str, float]:
-        """Names with a prefix that are no longer held, and for how many seconds."""
+        """Return names with a prefix that are no longer held, with the seconds since then."""
 
     def time(self) -> float | None:
-        """Seconds since 1970 by the store's clock; None if the store has no such operation."""
+        """Return the seconds since 1970 by the store's clock; None if clients cannot read it."""
         return None
 
     def local_address(self) -> str:
-        """The address of this host on the route to the store."""
+        """Return this host's address on the route to the store."""
         address = address_towards(*parse_endpoint(self.endpoint))
         if address is None:
             raise StoreError(f"the rendezvous store at {self.endpoint} cannot be reached")
@@ -162,20 +169,21 @@ class RendezvousStore(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Close the connection of this store and all its views; a running request fails."""
+        """Close the connection, which all views share; a request that is under way fails."""
 
 
 # -- the server ------------------------------------------------------------------------------------
 
 
 class KeyValueServer:
-    """Serves a table to every process that knows the secret.
+    """Serves a key-value table to every process that knows the secret.
 
     Args:
         listener: a listening socket.
         secret: the user's secret.
         table: initial entries.
-        journal: keeps the table on disk, and holds the entries of an earlier server.
+        journal: copy of the table on disk, with the entries of an earlier server; None: the table
+            is in memory only.
     """
 
     def __init__(
@@ -187,7 +195,7 @@ class KeyValueServer:
     ) -> None:
         self._journal = journal
         self._table: dict[str, bytes] = {**(journal.table if journal else {}), **(table or {})}
-        # Serializes the operations of all clients, each of which has its own thread.
+        # Taken for each operation, because every client is served by a thread of its own.
         self._lock = threading.Lock()
         self._holders: dict[str, Channel] = {}
         self._left_at: dict[str, float] = {}
@@ -211,7 +219,7 @@ class KeyValueServer:
                 self._journal.close()
 
     def holders(self) -> set[str]:
-        """The names that connected clients hold."""
+        """Return the names that connected clients hold."""
         with self._lock:
             return set(self._holders)
 
@@ -277,7 +285,7 @@ class KeyValueServer:
 def relay_store(
     listener: socket.socket, secret: bytes, store: RendezvousStore
 ) -> AuthenticatedServer:
-    """Serve another store to clients on this host, with the protocol of KeyValueServer."""
+    """Relay the requests of clients, in the protocol of KeyValueServer, to another store."""
     operations: dict[str, Callable[..., Any]] = {
         "get": store.peek,
         "set": store.set,
@@ -285,7 +293,7 @@ def relay_store(
         "delete": store.delete,
         "compare_set": store.compare_set,
     }
-    # No lock is needed, because the store is safe to use from several threads.
+    # No lock is needed, because the store is thread-safe.
     serve = partial(_serve, operations=operations, lock=nullcontext())
     return AuthenticatedServer(listener, secret, PURPOSE, serve)
 
@@ -313,13 +321,13 @@ def _serve(
 class KeyValueStore(RendezvousStore):
     """A client of :class:`KeyValueServer`.
 
-    It connects at the first request, and reconnects at the next request after a lost connection.
+    It connects at the first request. If the connection was lost, the next request connects again.
 
     Args:
         endpoint: ``host:port`` of the server.
         secret: the user's secret.
-        timeout_secs: time-out of every request, and of :meth:`get` while a key has no value.
-        prefix: put before every key.
+        timeout_secs: time-out of every request, and of the wait in :meth:`get` for a value.
+        prefix: text that is put before every key and name.
     """
 
     def __init__(
@@ -343,7 +351,7 @@ class KeyValueStore(RendezvousStore):
         return value
 
     def add(self, key: str, amount: int) -> int:
-        """Add to the number that ``key`` holds, initially 0; returns the sum."""
+        """Add to the number that ``key`` holds, initially 0; return the sum."""
         return int(self._connection.request("add", self.prefix + key, amount))
 
     def check(self, keys: Sequence[str]) -> bool:
@@ -359,14 +367,14 @@ class KeyValueStore(RendezvousStore):
         return bool(done), current
 
     def hold(self, name: str, secs: float = 0.0) -> None:
-        """As :meth:`RendezvousStore.hold`; does not wait for the store."""
+        """Hold a name as in :meth:`RendezvousStore.hold`, without waiting for the store."""
         self._connection.hold(self.prefix + name)
 
     def left(self, prefix: str) -> dict[str, float]:
-        """As :meth:`RendezvousStore.left`.
+        """Return names that are no longer held, as :meth:`RendezvousStore.left` does.
 
-        The kernel closes the connection of a process that dies; if a whole host dies, its
-        connection stays open.
+        If a process dies, the kernel closes its connection, and its names appear here. If a whole
+        host dies, its connections and so its names stay.
         """
         left: dict[str, float] = self._connection.request("left", self.prefix + prefix)
         return {name.removeprefix(self.prefix): secs for name, secs in left.items()}
@@ -379,7 +387,7 @@ class KeyValueStore(RendezvousStore):
 
 
 class _Connection:
-    """The connection that all views of a store share."""
+    """The connection to a server that all views of a store share."""
 
     def __init__(self, endpoint: str, secret: bytes, timeout_secs: float) -> None:
         self._endpoint = endpoint
@@ -416,7 +424,7 @@ class _Connection:
                 raise
             except (OSError, EOFError) as error:
                 self._drop()
-                # Threads that wait for the lock then fail at once, not after a time-out each.
+                # Let threads that wait for the lock fail at once, not after a time-out each.
                 self._refused_until = time.monotonic() + _RETRY_SECS
                 raise StoreError(
                     f"the rendezvous store at {self._endpoint} does not answer: {error}"
@@ -433,7 +441,7 @@ class _Connection:
     def close(self) -> None:
         for held_name in self._held_names.values():
             held_name.close()
-        # Without the lock, because a request to a store that hangs holds it until its time-out.
+        # Do not take the lock: a request to a store that hangs holds it until its time-out.
         channel = self._channel
         if channel is not None:
             channel.shutdown()
@@ -458,13 +466,14 @@ class _Connection:
 class _HeldName:
     """Holds a name in the store while this process lives.
 
-    A thread keeps a connection for the name, and reconnects at once when it breaks.
+    A thread keeps a connection open for the name, and connects again at once if it breaks.
     """
 
     def __init__(self, connect: Callable[[], Channel], name: str) -> None:
         self._connect = connect
         self._name = name
-        # Orders close() and the thread: a connection made during close() must not stay open.
+        # Guards _channel and _ended: a connection that the thread opens during close() must not
+        # stay open.
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._channel: Channel | None = None
@@ -483,7 +492,7 @@ class _HeldName:
             try:
                 channel = self._connect()
             except AuthenticationError:
-                return  # The next request of this client raises it
+                return  # The client's next request will raise the same error
             except OSError:
                 pause = pauses.failed()
                 continue
@@ -510,14 +519,14 @@ class _HeldName:
 
 
 class Journal:
-    """The entries of a server on disk, for one server at a time.
+    """Keeps a server's entries on disk, for one server at a time.
 
     Args:
-        directory: directory of the journal; created for this user only if it is missing.
+        directory: directory of the journal. If it is missing, it is created, for this user only.
         secret: the user's secret; every entry carries a MAC (P11).
 
     Attributes:
-        table: the entries that an earlier server wrote.
+        table: the entries that an earlier server left.
 
     Raises:
         ConfigError: the directory cannot be used, or another server uses it.
@@ -532,7 +541,7 @@ class Journal:
         )
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            # SQLite would create the file with a mode that depends on the umask.
+            # Create the file here with mode 0600: SQLite's mode would depend on the umask.
             os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         except OSError as error:
             raise ConfigError(unusable.format(error.strerror or error)) from error
@@ -541,9 +550,9 @@ class Journal:
         )
         self._database: sqlite3.Connection | None = database
         try:
-            # The exclusive lock lasts while the database is open. Writes are not synced one by one,
-            # so a crash of the host may lose the newest entries. The running launchers write them
-            # again with their next heartbeat.
+            # EXCLUSIVE: the lock is held as long as the database is open. NORMAL: writes are not
+            # synced one by one, so a crash of the host may lose the newest entries; the launchers
+            # write these again with their next heartbeat.
             for setting in (
                 "locking_mode = EXCLUSIVE",
                 "journal_mode = WAL",
@@ -575,10 +584,10 @@ class Journal:
     def write(self, table: Mapping[str, bytes], key: str) -> None:
         """Write an entry that was changed or deleted.
 
-        If the disk fails, the journal is removed, because a later server must not read old entries.
+        If the disk fails, the journal is removed: a later server must not read outdated entries.
 
         Args:
-            table: the server's table with the change.
+            table: the server's table, in which the entry is already changed.
             key: key of the entry.
         """
         if self._database is None:
@@ -598,12 +607,15 @@ class Journal:
                     path.unlink()
 
     def close(self) -> None:
-        """Close the database, which another server may then use."""
+        """Close the database; another server may then use it."""
         database, self._database = self._database, None
         if database is not None:
             with suppress(sqlite3.Error):
                 database.close()
 
     def _key_of(self, key: str) -> bytes:
-        """The MAC key of one entry, so that the values of two entries cannot be exchanged."""
+        """Derive the MAC key of one entry.
+
+        Each entry has its own key, so that the values of two entries cannot be swapped unnoticed.
+        """
         return derive_key(self._secret, _JOURNAL_PURPOSE, key.encode())

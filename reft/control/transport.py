@@ -1,12 +1,14 @@
-"""The transport of the control plane and of blocks between ranks, and reports of silent ranks.
+"""The protocol by which ranks exchange votes, messages and blocks of state, and its common parts.
 
-Sockets (:class:`reft.control.control.TreeTransport`) authenticate every connection and notice at
-once when a process dies. MPI (:mod:`reft_mpi`) uses the fabric of a job that ``mpiexec`` started.
-tests/control/test_transport.py is the contract of both; docs/mpi.md says what each survives.
+There are two implementations. Sockets (:class:`reft.control.control.TreeTransport`) authenticate
+every connection and notice at once when a process dies. MPI (:mod:`reft_mpi`) uses the fabric of a
+job that ``mpiexec`` started. Both pass the same tests, tests/control/test_transport.py; docs/mpi.md
+says which failures each survives.
 
-This module has the parts that both share. For sockets it also has the connections between ranks
-(Unix sockets within a node, TCP between nodes, authenticated with the secret, P11) and the tree for
-collectives. It does not import torch, because processes that must start fast use it.
+This module has the parts that both share, such as reports of silent ranks. For sockets it also has
+the connections between ranks (Unix sockets within a node, TCP between nodes, authenticated with the
+secret, P11) and the tree for collectives. It does not import torch, because processes that must
+start fast use it.
 """
 
 from __future__ import annotations
@@ -50,13 +52,17 @@ _LONGEST_PAUSE_SECS = 600.0
 _ASK_AGAIN_SECS = 1.0
 
 OnSilence = Callable[[list[str], float], None]
-"""Takes descriptions of the ranks whose reply is missing, and for how many seconds it has been."""
+"""Callback for silent ranks. Its arguments are descriptions of the ranks whose reply is missing,
+and the seconds that this rank has waited for them."""
 
 
 def log_silence(on_silence: OnSilence, *, first_on_node: bool) -> OnSilence:
     """Make a callback that logs silent ranks before it calls ``on_silence``.
 
-    It warns on the first rank of each node only; the others log at level INFO.
+    Args:
+        on_silence: called after the log.
+        first_on_node: whether this is the first rank of its node, which logs a warning; the others
+            log at level INFO.
     """
 
     def report(missing: list[str], secs: float) -> None:
@@ -75,14 +81,19 @@ def log_silence(on_silence: OnSilence, *, first_on_node: bool) -> OnSilence:
 
 @dataclass
 class TransferLimits:
-    """How long a transport waits; may be changed at any time."""
+    """Limits on how long a transport waits; may be changed at any time."""
 
-    timeout_secs: float  # For a collective, and for an exchange in which no byte moves
-    patience_secs: float = PATIENCE_SECS  # A rank without a reply for this long is reported
+    # Longest duration of a collective; for an exchange, longest time without a byte moving
+    timeout_secs: float
+    patience_secs: float = PATIENCE_SECS  # Time without a reply after which a rank is reported
     on_silence: OnSilence = lambda missing, secs: None
 
     def check_progress(self, silence: PeerTimeout, missing: list[str]) -> None:
-        """During an exchange, report the missing ranks when that is due.
+        """Report the missing ranks of an exchange if a report is due.
+
+        Args:
+            silence: timers of the wait, started when a byte last moved.
+            missing: descriptions of the ranks with which bytes are still to be exchanged.
 
         Raises:
             TimeoutError: no byte moved within the time-out.
@@ -96,12 +107,13 @@ class TransferLimits:
 
 
 class PeerTimeout:
-    """The timers of one wait for peers.
+    """Timers for one wait: when to report silent peers, and when to send a sign of life.
 
     Args:
-        patience_secs: time before the first report; the pause doubles after every report.
-        shows: whether peers wait for this rank, so that it has to send a sign of life. The first
-            report is then due half the time later, when every living rank has sent its own sign.
+        patience_secs: time until the first report; the time between reports then doubles.
+        shows: whether other ranks wait for this one meanwhile. If so, a sign of life to them is due
+            after ``patience_secs``, and the first report only after 1.5 times ``patience_secs``, so
+            that the signs of life of all other waiting ranks have arrived.
     """
 
     def __init__(self, patience_secs: float, *, shows: bool = False) -> None:
@@ -121,16 +133,16 @@ class PeerTimeout:
         return max(0.0, due_at - time.monotonic())
 
     def is_sign_due(self) -> bool:
-        """Whether a sign of life is due; true only once."""
+        """Whether a sign of life is due now; returns True only once."""
         is_due = self._sign_at is not None and time.monotonic() >= self._sign_at
         if is_due:
             self._sign_at = None
         return is_due
 
     def is_report_due(self, missing: Collection[str]) -> bool:
-        """Whether a report of the missing ranks is due.
+        """Whether a report on the ranks in ``missing`` is due now.
 
-        If no rank is missing, the next call after a short pause looks again.
+        If one would be due but no rank is missing, the next one is due a second later.
         """
         if time.monotonic() < self._report_at:
             return False
@@ -141,28 +153,28 @@ class PeerTimeout:
 
 Bytes = NDArray[np.uint8]
 KeepWaiting = Callable[[], bool]
-"""Called repeatedly during a wait, which ends when it returns False."""
+"""Function that is called repeatedly during a wait; the wait ends when it returns False."""
 
 
 class ReceiveSink(Protocol):
-    """Destination of one peer's bytes. Called by the thread that reads them."""
+    """Gives the buffers for one peer's bytes. Called by the thread that reads these bytes."""
 
     def room(self) -> Sequence[memoryview]:
-        """Further flat buffers to fill, after those returned before; empty if none are free now."""
+        """Return further flat buffers, to fill after the earlier ones; empty if none are free."""
         ...
 
     def filled(self, count: int) -> None:
-        """Mark the next ``count`` buffers as full."""
+        """Receive the notice that the next ``count`` of the returned buffers are full."""
         ...
 
     @property
     def complete(self) -> bool:
-        """Whether nothing more is expected."""
+        """Whether all expected bytes have arrived."""
         ...
 
 
 class Buffers:
-    """A sink with a fixed list of buffers."""
+    """A :class:`ReceiveSink` with a fixed list of buffers."""
 
     def __init__(self, views: Sequence[memoryview]) -> None:
         self._views: Sequence[memoryview] = not_empty(views)
@@ -181,29 +193,30 @@ class Buffers:
 
 
 class Transport(Protocol):
-    """One rank's connections to the others, for one thread.
+    """One rank's connections to the other ranks. Used by one thread.
 
-    An error ends the transport: the other ranks get an error, too, in whatever call they wait.
+    After an error the transport is closed, and every other rank that waits in a call of its own
+    transport gets an error, too.
     """
 
     limits: TransferLimits
 
     def reduce_min(self, values: Sequence[int]) -> list[int]:
-        """The minimum of every entry over all ranks, on all ranks.
+        """All-reduce: return the minimum of every entry over all ranks. Collective.
 
         Args:
             values: integers of 64 bits, the same number on every rank.
 
         Raises:
-            TransferError: a rank is gone, silent, or in another collective.
+            TransferError: a rank is gone or silent, or calls a different collective.
         """
         ...
 
     def gather(self, data: bytes) -> list[bytes]:
-        """The bytes of every rank, in rank order, on every rank. Lengths may differ.
+        """All-gather: return the bytes of every rank, by rank. Lengths may differ. Collective.
 
         Raises:
-            TransferError: a rank is gone, silent, or in another collective.
+            TransferError: a rank is gone or silent, or calls a different collective.
         """
         ...
 
@@ -215,13 +228,13 @@ class Transport(Protocol):
     ) -> None:
         """Send to peers and receive from peers, all at the same time.
 
-        Both ranks of a pair name each other in the same call. Bytes for which the receiver has no
-        free buffer wait at the sender.
+        If this rank names a peer, that peer must name this rank in its own call. Bytes for which
+        the receiver has no free buffer wait at the sender.
 
         Args:
-            sends: flat buffers to send, by rank.
-            receives: destination of the bytes of each rank.
-            wake: socket that becomes readable when a sink without free buffers may have some.
+            sends: flat buffers to send to each rank.
+            receives: destination of the bytes from each rank.
+            wake: socket that becomes readable when a sink that had no free buffers may have some.
 
         Raises:
             EOFError: a peer is gone.
@@ -230,25 +243,25 @@ class Transport(Protocol):
         ...
 
     def end_pairs(self) -> None:
-        """Close the connections between pairs of ranks; the next exchange makes them again.
+        """Close the connections between pairs of ranks; the next exchange opens them again.
 
-        Every rank calls it after the end of all exchanges, and a collective has to follow before
-        the next exchange.
+        Every rank has to call this after its last exchange, and all ranks have to call a collective
+        before the next exchange.
         """
         ...
 
     def close(self) -> None:
-        """Leave the others: the neighbours notice it at once, and the other ranks through them."""
+        """Close all connections. Neighbours notice at once, and all other ranks through them."""
         ...
 
 
 OpenTransport = Callable[[float, KeepWaiting, OnSilence], Transport]
-"""Function that connects this rank with the others, at the start and after every reconnect.
+"""Function that connects this rank with the others; called at the start and to connect again.
 
 Its arguments are the time-out in seconds, for connecting and for every later collective or
-exchange; a function that says whether to keep waiting; and the callback for silent ranks.
-Collective. Raises TransferError if a rank does not connect in time or cannot be reached, and
-AuthenticationError if one has another secret.
+exchange; a function that says whether to keep waiting; and the callback for silent ranks. The call
+is collective. It raises TransferError if a rank does not connect in time or cannot be reached, and
+AuthenticationError if a rank has a different secret.
 """
 
 
@@ -257,10 +270,10 @@ def not_empty(views: Sequence[memoryview]) -> list[memoryview]:
 
 
 def advance(views: deque[memoryview], nbytes: int) -> int:
-    """Remove the first ``nbytes`` of the views, which have been moved.
+    """Remove the first ``nbytes`` bytes, which were sent or received, from the views.
 
     Returns:
-        The number of views that were moved completely.
+        The number of views that were removed whole.
     """
     completed = 0
     while views and nbytes >= len(views[0]):
@@ -275,9 +288,10 @@ def advance(views: deque[memoryview], nbytes: int) -> int:
 
 PURPOSE = "control plane"
 PEER_ENDED = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR
-"""Events of ``poll`` when the other side has closed a connection, even if bytes are unread."""
+"""Events that ``poll`` reports when the other side has closed, even if bytes are still unread."""
 CONNECT_SECS = 60.0
-"""Time-out of connecting to a listening rank; a thread answers there, whatever training does."""
+"""Time-out of connecting to a rank that listens. It is short, because a thread of its own answers
+there, whatever the training thread does."""
 _ENDPOINT = b"reft-endpoint"
 _POLL_SECS = 0.05
 _WITHIN = " within "
@@ -288,12 +302,12 @@ class Endpoint:
     """The addresses at which a rank listens."""
 
     rank: int
-    node: str  # Node and network namespace; ranks with equal values can use the Unix socket
+    node: str  # Node and network namespace; ranks with equal values can use Unix sockets
     local: str  # ``@name`` of the Unix socket
     remote: str  # ``host:port``
 
     def pack(self, secret: bytes) -> bytes:
-        """Serialize the endpoint for a store that other users may write to."""
+        """Serialize the endpoint with a MAC, because other users may write to the store."""
         fields = [self.rank, self.node, self.local, self.remote]
         return authenticate(msgpack.packb(fields), secret, _ENDPOINT)
 
@@ -302,7 +316,7 @@ class Endpoint:
 
     @classmethod
     def unpack(cls, data: bytes, secret: bytes) -> Endpoint:
-        """Read what :meth:`pack` returned.
+        """Return the endpoint that :meth:`pack` has serialized.
 
         Raises:
             AuthenticationError: the endpoint was packed with another secret.
@@ -313,13 +327,18 @@ class Endpoint:
 class ReceiveQueue:
     """Accepts the connections of other ranks, and keeps each until :meth:`await_call` takes it.
 
+    Args:
+        rank: rank of this process.
+        node: node of this rank.
+        secret: secret of the job.
+
     Raises:
         ConfigError: there is no address to listen on.
     """
 
     def __init__(self, rank: int, node: str, secret: bytes) -> None:
         self._secret = secret
-        # Guards the queue and _closed between the servers' threads and the thread of the rank.
+        # Guards the queue and _closed, which the servers' threads and the user's thread share.
         self._changed = threading.Condition()
         self._arrived: dict[tuple[str, int], Channel] = {}
         self._closed = False
@@ -343,13 +362,13 @@ class ReceiveQueue:
     def await_call(
         self, kind: str, rank: int, deadline: float, keep_waiting: KeepWaiting
     ) -> Channel:
-        """Wait for the connection that ``rank`` makes.
+        """Wait until ``rank`` has connected to this rank; return the connection.
 
         Args:
             kind: purpose of the connection.
-            rank: the rank that calls.
-            deadline: time on the monotonic clock.
-            keep_waiting: ends the wait when it returns False.
+            rank: the rank that connects.
+            deadline: end of the wait, on the monotonic clock.
+            keep_waiting: called repeatedly; ends the wait when it returns False.
 
         Raises:
             TimeoutError: the rank did not connect in time.
@@ -367,14 +386,19 @@ class ReceiveQueue:
                 raise TimeoutError(f"rank {rank} did not connect")
 
     def call(self, other: Endpoint, kind: str, deadline: float) -> Channel:
-        """Connect to another rank, within :data:`CONNECT_SECS`.
+        """Connect to another rank, within :data:`CONNECT_SECS` at most.
+
+        Args:
+            other: addresses of the rank.
+            kind: purpose of the connection.
+            deadline: end of the attempts, on the monotonic clock.
 
         Raises:
             AuthenticationError: the rank has another secret.
             OSError: the rank does not answer.
         """
-        # Hosts may have equal names and equally numbered namespaces. The Unix socket of another
-        # host does not exist here, so the TCP address is tried next.
+        # A rank that seems to be on this node may be on a host with the same name and namespace
+        # number. Its Unix socket does not exist here, so try its TCP address next.
         near = other.node == self.endpoint.node
         addresses = [other.local, other.remote] if near else [other.remote]
         deadline = min(deadline, time.monotonic() + CONNECT_SECS)
@@ -389,20 +413,20 @@ class ReceiveQueue:
                 if addresses[1:]:
                     del addresses[0]
                     continue
-                # The rank has left, or its address belongs to this host.
+                # Either the rank has left, or its address (such as loopback) is this host here.
                 raise ConnectionRefusedError(
                     f"rank {other.rank} does not listen at {other.remote} ({error}). If other "
                     f"hosts cannot reach its host at that address, set {ENV_INTERFACE} there to "
                     f"the right interface"
                 ) from error
             except ConnectionError:
-                # A server ends handshakes that take too long, as on an overloaded machine.
+                # Try again: on an overloaded machine the server may have ended a slow handshake.
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(_POLL_SECS)
 
     def close(self) -> None:
-        """Accept no further connections; connections that were taken stay open."""
+        """Accept no further connections, and close those that no call has taken."""
         with self._changed:
             self._closed = True
             for channel in self._arrived.values():
@@ -413,7 +437,7 @@ class ReceiveQueue:
 
 
 def any_ended(channels: Iterable[Channel]) -> bool:
-    """Whether the other side of any of these connections has closed it."""
+    """Whether any of these connections was closed by its other side."""
     poller = select.poll()
     for channel in channels:
         poller.register(channel, PEER_ENDED)
@@ -425,10 +449,10 @@ def _describe_rank(rank: int, reach: str) -> str:
 
 
 def listen_remotely() -> socket.socket:
-    """Listen for other hosts on the address that gloo would choose.
+    """Listen for other hosts on the address that torch's gloo backend would choose.
 
-    That is the interface named in the environment; otherwise the first address of the host's name
-    that belongs to this machine; otherwise loopback.
+    That is an address of the interface named in the environment; otherwise the first address of the
+    host's name that belongs to this machine; otherwise loopback.
 
     Raises:
         ConfigError: the named interface does not exist or has no address.
@@ -453,30 +477,30 @@ def listen_remotely() -> socket.socket:
 # -- collectives along a tree of connections -------------------------------------------------------
 
 FANOUT = 16
-PART_BYTES = 8 * 2**20  # Longer messages are sent in parts, because frames have a limit
+PART_BYTES = 8 * 2**20  # Longer messages are sent in parts, because a frame has a largest size
 
 
 def find_parent(index: int) -> int:
-    """The parent of position ``index`` > 0 in a tree that is filled row by row."""
+    """Return the parent of position ``index`` > 0 in a tree that is filled row by row."""
     return (index - 1) // FANOUT
 
 
 def find_children(index: int, size: int) -> range:
-    """The children of position ``index`` in a tree of ``size`` positions."""
+    """Return the children of position ``index`` in a tree of ``size`` positions."""
     return range(min(size, FANOUT * index + 1), min(size, FANOUT * index + FANOUT + 1))
 
 
 class Tree:
-    """One rank's position in the tree, for small messages of many ranks. Used by one thread.
+    """One rank's connections in a tree of all ranks, for collectives of small messages.
 
-    The first rank of a node collects the messages of the node's ranks. These first ranks form a
-    tree: messages go up the tree, and the result comes down. A rank has at most one parent and two
-    times :data:`FANOUT` children, and the number of hops is logarithmic in the number of nodes.
-    (Gloo connects every rank with every other.)
+    The ranks of a node form a tree under the node's first rank, and the first ranks of all nodes
+    form a tree, too. In a collective, messages go up the tree and the result comes down. A rank has
+    one parent at most and two times :data:`FANOUT` children, and the number of hops is logarithmic
+    in the number of nodes. (Gloo connects every rank with every other.) Used by one thread.
 
-    A rank that dies or leaves closes its connections. A rank that notices this closes its own, so
-    that all ranks get an error. A living rank that does not answer is reported to all after a
-    while, because every waiting rank sends the names of the ranks it waits for to its own waiters.
+    If a rank dies or leaves, its connections end. A neighbour that notices this closes its own, so
+    that all ranks get an error. If a living rank does not answer, all ranks learn which one: every
+    rank that waits sends the names of the ranks that it waits for to the ranks that wait for it.
     """
 
     def __init__(
@@ -495,7 +519,7 @@ class Tree:
 
     @property
     def links(self) -> tuple[Channel, ...]:
-        """The connections, for callers that wait elsewhere and have to notice their end."""
+        """The connections to parent and children; a caller that waits elsewhere can poll them."""
         return self._children if self._parent is None else (self._parent, *self._children)
 
     def reduce_min(self, values: Sequence[int]) -> list[int]:
@@ -524,10 +548,10 @@ class Tree:
         """Merge the values of all ranks on the way up, and send the result down.
 
         Args:
-            kind: name of the collective; all ranks must be in the same one.
+            kind: name of the collective, which must be the same on all ranks.
             value: this rank's value.
             merge: combines the value of this rank with the value of a child.
-            finish: makes the result from the merged value, at the root.
+            finish: makes the result from the merged value; called on the root of the tree.
         """
         self._calls += 1
         name = f"{kind}, number {self._calls}"
@@ -552,19 +576,26 @@ class Tree:
                 self._send(child, result, deadline, self._children[number:])
             return msgpack.unpackb(result)
         except BaseException as error:
-            # After an error this rank's messages are out of step, which its neighbours must notice.
+            # After an error this rank's messages no longer match its neighbours'. Close, so that
+            # they notice.
             self.close()
             if isinstance(error, (OSError, EOFError, AuthenticationError)):
                 raise TransferError(
-                    f"a peer died, left or is silent ({name}): {error or type(error).__name__}"
+                    "a peer died, left or is silent: "
+                    f"{error or type(error).__name__} (in collective {name})"
                 ) from error
             raise
 
     def _receive(self, awaited: Collection[Channel], deadline: float) -> Iterator[bytes]:
         """Receive one message from each of these channels, in the order of arrival.
 
+        Args:
+            awaited: the channels.
+            deadline: end of the wait, on the monotonic clock.
+
         Raises:
-            EOFError: any connection of this rank was closed.
+            EOFError: any connection in the tree of this rank was closed.
+            TimeoutError: the deadline has passed.
         """
         waiting = {channel.fileno(): _PartialMessage(channel) for channel in awaited}
         poller = select.poll()
@@ -596,7 +627,13 @@ class Tree:
         others: Collection[Channel],
         deadline: float,
     ) -> float:
-        """Report the missing ranks when that is due, also to the ranks that wait for this one.
+        """Report the missing ranks if a report is due, locally and to the ranks that wait for this.
+
+        Args:
+            silence: timers of the wait.
+            missing: descriptions of the ranks that delay this one.
+            others: channels to ranks that wait for this one.
+            deadline: end of the wait, on the monotonic clock.
 
         Returns:
             Seconds until the next check.
@@ -620,7 +657,7 @@ class Tree:
         return min(left_secs, silence.left_secs())
 
     def _send_waiting(self, missing: list[str], others: Collection[Channel]) -> None:
-        """Send the names of the ranks that this one waits for to the ranks that wait for it."""
+        """Send a sign of life, with the ranks that this one waits for, over the channels."""
         for channel in others:
             channel.settimeout(self.limits.patience_secs)
             channel.send([0, missing])
@@ -631,15 +668,15 @@ class Tree:
         """Send a message in parts.
 
         Args:
-            channel: channel whose other side waits for the message.
+            channel: channel to the rank that waits for the message.
             body: the message.
-            deadline: time on the monotonic clock.
-            others: channels of further ranks that wait for this one meanwhile.
+            deadline: end of the attempt, on the monotonic clock.
+            others: channels to further ranks that wait for this one meanwhile.
         """
         starts = range(0, max(1, len(body)), PART_BYTES)
         for start in starts:
             part = body[start : start + PART_BYTES]
-            # The first frame holds the number of frames.
+            # The first frame also holds the number of frames.
             message = [len(starts), part] if start == 0 else part
             frame = memoryview(channel.make_frame(message))
             silence = PeerTimeout(self.limits.patience_secs, shows=True)
@@ -660,24 +697,24 @@ class Tree:
 
 
 class _PartialMessage:
-    """A message that is awaited from one channel, and may have arrived in part."""
+    """A message that is expected on one channel, and of which a part may have arrived."""
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
         self._parts: list[bytes] = []
         self._missing_parts = 1
-        # Ranks for which the other side waits, by its last sign of life; None if it sent none.
+        # Ranks for which the other side waits, as in its last sign of life; None if it sent none.
         self._waits_for: list[str] | None = None
         self._read_at = -math.inf
 
     def missing(self, since: float) -> list[str]:
-        """The ranks that delay the message; none if a byte of it arrived after ``since``."""
+        """Return the ranks that delay the message; none if a byte arrived after ``since``."""
         if self._read_at >= since:
             return []
         return [self.channel.peer] if self._waits_for is None else self._waits_for
 
     def read(self) -> bytes | None:
-        """Read the bytes that have arrived; returns the message once it is complete."""
+        """Read the bytes that have arrived; return the message once it is complete, else None."""
         self._read_at = time.monotonic()
         received = self.channel.receive_some()
         if received is None:

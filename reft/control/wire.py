@@ -1,17 +1,17 @@
-"""Messages between processes, and servers for processes that know the job's secret (P11).
+"""Authenticated connections between processes that know the job's secret, and servers (P11).
 
-Messages are msgpack frames with a keyed MAC. Before anything else is read, both sides prove that
-they know the secret by answering the other's challenge. Every later frame carries a MAC over its
-direction, its number and its bytes, so it cannot be forged, replayed or reordered. Nothing is
-unpickled. Frames are not encrypted.
+A message is one msgpack frame with a keyed MAC. Before anything else is read, each side proves that
+it knows the secret by answering the other side's challenge. Every later frame carries a MAC over
+its direction, its number and its bytes, so no frame can be forged, replayed or reordered. Nothing
+is unpickled. Frames are not encrypted.
 
 The standard library's ``multiprocessing.connection`` has the same challenge, but unpickles the
-messages that follow and does not authenticate them. TLS needs certificates, or pre-shared keys,
-which ``ssl`` offers from Python 3.13 on.
+messages that follow and does not authenticate them. TLS would need certificates, or pre-shared
+keys, which ``ssl`` offers from Python 3.13 on.
 
-Servers listen on one address, for other hosts (TCP) or processes of this host (Unix). Before both
-sides have proved the secret, exactly one challenge and one proof, 48 bytes, are read from a
-connection.
+A server listens on one address, for other hosts (TCP) or for processes of this host (Unix). Until
+the other side has proved that it knows the secret, exactly one challenge and one proof, 48 bytes,
+are read from a connection.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ class Channel:
     """An authenticated, ordered stream of messages over a connected socket.
 
     Args:
-        connection: connected socket, whose time-out bounds every read and write.
-        secret: secret of both sides: the job's, or a key derived from it.
+        connection: connected socket, whose time-out applies to every read and write.
+        secret: secret that both sides know: the job's, or a key derived from that.
         server: whether this is the server's side.
         line: name of the connection in error messages.
-        handshake_secs: time limit of the whole handshake.
+        handshake_secs: longest duration of the whole handshake.
 
     Attributes:
-        peer: name of the other side in messages, once it is known.
+        peer: name of the other side, for log messages; empty until it is known.
 
     Raises:
         AuthenticationError: the other side does not know the secret.
@@ -78,7 +78,7 @@ class Channel:
         self._incoming = b"c" if server else b"s"
         self._sent = 0
         self._received = 0
-        self._frame = bytearray()  # Bytes of the next frame that have arrived
+        self._frame = bytearray()  # The part of the next frame that has arrived
         timeout_secs = connection.gettimeout()
         self._key = self._handshake(secret, time.monotonic() + handshake_secs)
         connection.settimeout(timeout_secs)
@@ -90,8 +90,8 @@ class Channel:
         peer_nonce = self._read_exactly(_NONCE_BYTES, deadline)
         self._socket.sendall(mac(self._outgoing + own_nonce + peer_nonce, secret, _PROOF))
         proof = self._read_exactly(MAC_BYTES, deadline)
-        # P11: no input is parsed before the other side has proved that it knows the secret. The
-        # direction is part of the proof, so that a peer cannot send our own proof back to us.
+        # P11: parse no input before the other side has proved that it knows the secret. The proof
+        # includes the direction, so that the other side cannot return our own proof.
         if not is_same(proof, mac(self._incoming + peer_nonce + own_nonce, secret, _PROOF)):
             raise AuthenticationError(
                 f"the other side of {self._line} does not know this job's secret: it belongs to "
@@ -100,11 +100,11 @@ class Channel:
         return derive_key(secret, _SESSION, b"".join(sorted((own_nonce, peer_nonce))))
 
     def send(self, message: Any) -> None:
-        """Send one message; raises ValueError if it is too large."""
+        """Send one message; raise ValueError if it is too large."""
         self._socket.sendall(self.make_frame(message))
 
     def make_frame(self, message: Any) -> bytes:
-        """The frame of the next message, for :meth:`send_some`.
+        """Make the frame of the next message, to be sent by :meth:`send_some`.
 
         Raises:
             ValueError: the message is too large.
@@ -119,7 +119,7 @@ class Channel:
     def send_some(self, frame: memoryview) -> int:
         """Send as much of a frame as the other side accepts within the connection's time-out.
 
-        The whole frame has to be sent before the next one.
+        Send the whole frame, by repeated calls, before the next one.
 
         Returns:
             Number of bytes sent.
@@ -127,17 +127,17 @@ class Channel:
         return self._socket.send(frame)
 
     def receive(self) -> Any:
-        """The next message; raises EOFError if the other side has closed the connection."""
+        """Return the next message; raise EOFError if the other side has closed the connection."""
         while True:
             received = self.receive_some()
             if received is not None:
                 return received[0]
 
     def receive_some(self) -> tuple[Any] | None:
-        """Wait for bytes of the next message, without reading beyond it.
+        """Wait for bytes, and read some of the next message but nothing after it.
 
         Returns:
-            A tuple with the message, once it is complete; None before that.
+            A tuple with the message if that is complete now; otherwise None.
         """
         missing = self._frame_bytes() - len(self._frame)
         part = self._socket.recv(min(missing, _PART_BYTES))
@@ -148,8 +148,8 @@ class Channel:
             return None
         frame, self._frame = self._frame, bytearray()
         code, body = bytes(frame[_LENGTH.size : _HEAD_BYTES]), bytes(frame[_HEAD_BYTES:])
-        # P11: the MAC is checked before the body is unpacked. It covers the frame's number, so a
-        # repeated or reordered frame is refused.
+        # P11: check the MAC before unpacking the body. The MAC covers the frame's number, so that
+        # repeated and reordered frames are refused.
         if not is_same(code, self._code(self._incoming, self._received, body)):
             raise AuthenticationError(
                 f"a message on {self._line} was changed, repeated or reordered"
@@ -158,7 +158,11 @@ class Channel:
         return (msgpack.unpackb(body, raw=False, strict_map_key=False),)
 
     def _frame_bytes(self) -> int:
-        """Length of the next frame in bytes; until its length field is complete, of that field."""
+        """Return the number of bytes to read until the next decision.
+
+        That is the size of the frame's length field, or the size of the frame once that field has
+        arrived.
+        """
         if len(self._frame) < _LENGTH.size:
             return _LENGTH.size
         (length,) = _LENGTH.unpack_from(self._frame)
@@ -175,7 +179,7 @@ class Channel:
     def _read_exactly(self, nbytes: int, deadline: float) -> bytes:
         received = bytearray()
         while len(received) < nbytes:
-            # The deadline bounds all bytes, so a peer that sends them one by one gains no time.
+            # One deadline for all bytes: a peer that sends them one by one gains no time.
             self._socket.settimeout(max(0.001, deadline - time.monotonic()))
             part = self._socket.recv(nbytes - len(received))
             if not part:
@@ -184,17 +188,17 @@ class Channel:
         return bytes(received)
 
     def settimeout(self, secs: float | None) -> None:
-        """Bound every later read and write; None: no bound."""
+        """Set the time-out of every later read and write; None: no time-out."""
         self._socket.settimeout(secs)
 
     def fileno(self) -> int:
-        """File descriptor for ``select`` and ``poll``; this object buffers no complete message."""
+        """Return the descriptor for ``poll``, which sees all messages: none is buffered here."""
         return self._socket.fileno()
 
     def detach(self) -> socket.socket:
-        """The socket itself, for bytes that have their own checksums.
+        """Return the socket itself, for bytes without MAC that have checksums of their own.
 
-        The channel cannot be used afterwards.
+        Messages can no longer be sent or received afterwards.
         """
         return self._socket
 
@@ -229,7 +233,7 @@ def parse_endpoint(endpoint: str, default_port: int = DEFAULT_PORT) -> tuple[str
 
 
 def format_endpoint(host: str, port: int) -> str:
-    """``host:port``, with brackets around an IPv6 address."""
+    """Return ``host:port``, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
@@ -241,9 +245,9 @@ def is_loopback(host: str) -> bool:
 
 
 def address_towards(host: str, port: int) -> str | None:
-    """This host's address on the route to ``host``; None if there is no route.
+    """Return this host's address on the route to ``host``; None if there is no route.
 
-    Nothing is sent: a connected UDP socket only looks up the route.
+    Nothing is sent: connecting a UDP socket only looks up the route.
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
@@ -258,7 +262,7 @@ def address_towards(host: str, port: int) -> str | None:
 
 HANDSHAKE_SECS = 10.0
 _BACKLOG = 2048
-_MAX_STRANGERS = 256  # Most connections without a proof; further ones are closed at once
+_MAX_STRANGERS = 256  # Most connections in the handshake at once; further ones are closed
 _MAX_LOGGED_ADDRESSES = 100
 _ACCEPT_RETRY_SECS = 0.1
 _IDLE_SECS, _PROBE_SECS, _PROBES = 60, 15, 4
@@ -270,17 +274,17 @@ def listen(host: str, port: int, option: str = "--host") -> socket.socket:
     Args:
         host: name or address of this machine.
         port: port number; 0: any free port.
-        option: command-line option that the error message names.
+        option: command-line option that the error message tells the user to change.
 
     Raises:
-        ConfigError: the address is not this machine's, or the port is taken.
+        ConfigError: the address is not this machine's, or the port is in use.
     """
     if not 0 <= port < 2**16:
         raise ConfigError(f"port is {port}; expected 0 (any free one) to 65535")
     try:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         if is_loopback(host):
-            # "localhost" resolves to ::1 first on some hosts; trainers connect to 127.0.0.1.
+            # Prefer IPv4: trainers connect to 127.0.0.1, but "localhost" may be ::1 first.
             addresses.sort(key=lambda entry: entry[0] != socket.AF_INET)
         family, _, _, _, address = addresses[0]
         return socket.create_server(
@@ -300,7 +304,7 @@ def listen(host: str, port: int, option: str = "--host") -> socket.socket:
 def listen_locally(name: str) -> socket.socket:
     """Listen on an abstract Unix socket, which processes of this network namespace can reach.
 
-    :func:`connect_authenticated` calls it ``@name``.
+    The endpoint to give to :func:`connect_authenticated` is ``@name``.
     """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(f"\0{name}")
@@ -311,16 +315,16 @@ def listen_locally(name: str) -> socket.socket:
 def connect_authenticated(
     endpoint: str, secret: bytes, purpose: str, timeout_secs: float
 ) -> Channel:
-    """Connect to a server and prove the secret.
+    """Connect to a server; both sides prove that they know the secret.
 
     Args:
         endpoint: ``host:port``, or ``@name`` of an abstract Unix socket.
         secret: secret of the job.
-        purpose: name of the service; a server for another purpose refuses.
+        purpose: name of the service; a server with a different purpose refuses the connection.
         timeout_secs: time-out of connecting, of the handshake, and of every later read and write.
 
     Raises:
-        AuthenticationError: the server has another secret or another purpose.
+        AuthenticationError: the server has a different secret or purpose.
         ConnectionError, TimeoutError: the server does not answer.
     """
     if endpoint.startswith("@"):
@@ -360,8 +364,9 @@ _SOCKETS: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 def _close_in_child() -> None:
-    # DataLoaders fork their workers. If a worker kept a copy of a connection, the other side would
-    # not notice the death of this process; a client of a copied listener would wait for the worker.
+    # DataLoaders fork worker processes. If a worker kept its copy of a connection open, the other
+    # side would not notice the death of this process. If it kept a listening socket open, a client
+    # could still connect, but nobody would answer.
     for connection in list(_SOCKETS):
         connection.close()
 
@@ -380,7 +385,7 @@ def accept(
     Args:
         listener: listening socket.
         name: name of the server in log messages.
-        admit: called with a connection and its address.
+        admit: called with each new connection and its address.
         is_closed: returns whether the listener was closed on purpose, so that errors are expected.
     """
 
@@ -402,17 +407,18 @@ def accept(
 
 
 class AuthenticatedServer:
-    """Accepts connections, and serves each client that proves the secret in a thread.
+    """Accepts connections, and serves each client that knows the secret in a thread of its own.
 
     Args:
         listener: a listening TCP or Unix socket.
         secret: secret of the job.
-        purpose: name of the service, which clients have to give as well.
-        serve: talks to one client until it returns or raises EOFError or OSError. The channel is
-            then closed, unless ``serve`` returns True because it has handed the channel on.
+        purpose: name of the service; clients have to give the same name.
+        serve: called with the channel to one client, and serves that client until it returns or
+            raises EOFError or OSError. Then the channel is closed, unless ``serve`` returned True
+            because it has passed the channel on.
 
     Attributes:
-        host: address on which it listens; empty for a Unix socket.
+        host: address on which the server listens; empty for a Unix socket.
         port: port number; 0 for a Unix socket.
         endpoint: address for :func:`connect_authenticated`.
     """
@@ -429,8 +435,8 @@ class AuthenticatedServer:
         self._secret = purpose_key(secret, purpose)
         self._purpose = purpose
         self._serve = serve
-        # Guards the connections, the number of strangers and _closed, which the accepting thread,
-        # the threads of the connections and close() share.
+        # Guards the connections and the number of handshakes (strangers), which the accepting
+        # thread, the threads of the connections and close() share.
         self._lock = threading.Lock()
         self._connections: set[socket.socket] = set()
         self._strangers = 0
@@ -452,12 +458,13 @@ class AuthenticatedServer:
         """Accept no further connections; open connections stay open."""
         self._closed = True
         with suppress(OSError):
-            # Wakes the accepting thread. With close() alone, the port stays open until it returns.
+            # shutdown() wakes the accepting thread. After close() alone, the port would stay open
+            # until that thread's accept() returns.
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
 
     def close(self) -> None:
-        """Stop listening, and end all connections."""
+        """Stop listening, and end all connections that are being served."""
         self.stop_listening()
         with self._lock:
             connections = list(self._connections)
@@ -506,7 +513,7 @@ class AuthenticatedServer:
                 connection.close()
 
     def _shake_hands(self, connection: socket.socket, address: str) -> Channel | None:
-        """The channel to a client that proves the secret; None for any other."""
+        """Return the channel to a client that proves to know the secret; None for any other."""
         try:
             _enable_keepalive(connection)
             return Channel(
@@ -517,7 +524,7 @@ class AuthenticatedServer:
                 handshake_secs=HANDSHAKE_SECS,
             )
         except AuthenticationError:
-            # An attacker must not fill the log: each address is logged once, up to a limit.
+            # Log each address once, up to a limit: an attacker must not fill the log.
             logged = self._logged_addresses
             if address not in logged and len(logged) < _MAX_LOGGED_ADDRESSES:
                 logged.add(address)

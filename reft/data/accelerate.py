@@ -1,7 +1,7 @@
 """Recognizes Accelerate's loaders.
 
-They read one batch ahead to recognize the last one, so the position counts the batches that they
-hand out.
+These loaders read one batch ahead to recognize the last batch, so the position counts the
+batches that they hand out, not those that they read.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import sys
 from typing import Any
 
 ITERATION = "iteration"
-"""Attribute of a ``DataLoaderShard``: the number of its pass, which determines the order of some
-samplers."""
+"""Attribute of a ``DataLoaderShard`` with the number of its pass, on which the order of some
+samplers depends."""
 
 DISPATCHED = (
     "Accelerate's DataLoaderDispatcher, which reads on rank 0 for all ranks, so that its position "
@@ -24,13 +24,15 @@ DISPATCHED = (
 
 
 def shard_class() -> Any:
-    """Accelerate's class; None if the script has not imported it, or it has an unknown form."""
+    """Return Accelerate's ``DataLoaderShard`` class; None if the script has not imported
+    Accelerate, or the class lacks expected attributes."""
     kind = getattr(sys.modules.get("accelerate.data_loader"), "DataLoaderShard", None)
     return kind if hasattr(kind, "__iter__") else None
 
 
 def is_shard(loader: Any) -> bool:
-    """Whether Accelerate made the loader from a ``DataLoader`` that can be followed."""
+    """Return whether Accelerate made ``loader`` from a ``DataLoader`` whose position reft can
+    follow."""
     kind = shard_class()
     return (
         kind is not None
@@ -42,12 +44,12 @@ def is_shard(loader: Any) -> bool:
 
 
 def is_dispatcher(loader: Any) -> bool:
-    """Whether the loader is Accelerate's dispatcher, which reads on rank 0 for all ranks."""
+    """Return whether the loader is Accelerate's dispatcher, which reads on rank 0 for all ranks."""
     kind = getattr(sys.modules.get("accelerate.data_loader"), "DataLoaderDispatcher", None)
     return kind is not None and issubclass(type(loader), kind)
 
 
 def is_dispatched() -> bool:
-    """Whether the innermost Accelerate loader that the script is reading is a dispatcher."""
+    """Return whether the innermost Accelerate loader that the script is reading is a dispatcher."""
     state = getattr(sys.modules.get("accelerate.state"), "GradientState", None)
     return state is not None and is_dispatcher(getattr(state(), "active_dataloader", None))

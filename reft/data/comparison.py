@@ -9,17 +9,19 @@ from typing import Any
 from reft.data.order import explain_refusal
 
 Orders = dict[str, dict[str, Any]]
-"""What one rank reads: by name of the loader, plain values that must be equal on all ranks."""
+"""The orders in which one rank reads: for each loader's name, plain values that must be equal on
+all ranks."""
 
 
 def difference(ranks: Sequence[Orders]) -> str | None:
     """Compare the orders of all ranks.
 
     Args:
-        ranks: orders by rank. Ranks without a loader of some name are not compared for it.
+        ranks: orders by rank. A rank that lacks a loader is left out of the comparison of that
+            loader.
 
     Returns:
-        The ranks that differ, and what to change; None if all agree.
+        Text that names the ranks that differ, and what to change; None if all agree.
     """
     for name in dict.fromkeys(name for orders in ranks for name in orders):
         readers = {rank: orders[name] for rank, orders in enumerate(ranks) if name in orders}
@@ -41,10 +43,10 @@ def difference(ranks: Sequence[Orders]) -> str | None:
 
 
 def dynamic_refused(ranks: Sequence[Orders], why_equal: str | None) -> str | None:
-    """Why ``order="dynamic"`` is refused; None if it is not used, or allowed.
+    """Return why ``order="dynamic"`` is refused; None if it is not used, or allowed.
 
-    The result is the same on all ranks. Otherwise stages that read nothing would wait for the
-    others.
+    All ranks get the same result: pipeline stages that read no data have to stop as well, or
+    they would wait for the others.
     """
     dynamic = (
         name for orders in ranks for name, facts in orders.items() if facts.get("step_samples")

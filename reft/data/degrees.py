@@ -1,8 +1,9 @@
 """Converts positions in the data to another data-parallel degree.
 
 reft's own loaders count samples of the whole job. A ``DataLoader`` over torch's
-``DistributedSampler``, such as DeepSpeed's own, counts batches of one replica. Its order is that of
-the job, so a position is valid at another degree if a batch of that degree begins there.
+``DistributedSampler``, such as DeepSpeed's own, counts batches of one replica. The sampler's
+order is the same at every degree, so a position is valid at another degree if a batch of that
+degree begins at the same sample.
 """
 
 from __future__ import annotations
@@ -19,24 +20,26 @@ from reft.env import ENV_NODES
 from reft.grid import Resize
 from reft.state.codec import class_path
 
-LEFT = "left"  # Key next to the positions: a warning about positions that were left out
+LEFT = "left"  # Key, next to the positions, of a warning about positions that were left out
 
-# Key next to the state of an iterator that counts batches of one replica: its class
+# Key, next to the state of an iterator that counts batches of one replica, of the iterator's
+# class
 ITERATOR_OF = "iterator_of"
 
 LINES_OWN = """
     loader = reft.data.loader(dataset, batch_size)    # its position is one of the job"""
 
 POSITION_OF_JOB = "position_of_job"
-"""Attribute of a stateful iterator: true if its state is the same on all replicas and stays valid
-when the data-parallel degree changes."""
+"""Attribute of a stateful iterator; true if the iterator's state is the same on all replicas and
+stays valid when the data-parallel degree changes."""
 
 LINES_JOB = """
     iterator.position_of_job = True    # if its state is that of all replicas, at every degree"""
 
 
 def nodes_may_change() -> str:
-    """MIN:MAX of the launcher's ``--nnodes``; empty if the number is fixed or unknown."""
+    """Return MIN:MAX of the launcher's ``--nnodes``; empty if the number of nodes is fixed or
+    unknown."""
     least, _, most = os.environ.get(ENV_NODES, "").partition(":")
     return "" if most in {"", least} else f"--nnodes {least}:{most}"
 
@@ -45,12 +48,12 @@ def move_data(data: dict[str, Any], resize: Resize) -> dict[str, Any]:
     """Convert the positions of a replica to another degree.
 
     Args:
-        data: positions of an old replica.
+        data: positions of a replica of the old degree.
         resize: the old and the new degree.
 
     Returns:
-        The new positions. Positions that cannot be converted are left out, and named under
-        :data:`LEFT`.
+        The new positions. Positions that cannot be converted are left out and named in a warning
+        under the key :data:`LEFT`.
     """
     moved, lost, reasons = dict(data), [], []
     if "pass" in data:
@@ -84,10 +87,11 @@ def move_data(data: dict[str, Any], resize: Resize) -> dict[str, Any]:
 
 
 def explain_bound_iterator(iterator: Any) -> str | None:
-    """Why the state of a stateful iterator is invalid at another degree, and what to write.
+    """Return why the state of a stateful iterator is invalid at another data-parallel degree,
+    and what to write in the script.
 
     Returns:
-        None if it is valid, or the number of nodes is fixed.
+        The text; None if the state is valid, or the number of nodes is fixed.
     """
     if getattr(iterator, POSITION_OF_JOB, False) or not nodes_may_change():
         return None
@@ -104,14 +108,15 @@ def _moved(position: dict[str, Any], resize: Resize) -> dict[str, Any] | None:
 
 
 def explain_bound_data(loader: Any, batch: int) -> str | None:
-    """Why the position in a torch loader is invalid at another degree, and what to write.
+    """Return why the position in a torch loader is invalid at another data-parallel degree, and
+    what to write in the script.
 
     Args:
         loader: a ``DataLoader``.
-        batch: samples of a step.
+        batch: number of samples in a step of all replicas.
 
     Returns:
-        None if it is valid.
+        The text; None if the position is valid.
     """
     dealt = find_distribution(loader)
     if dealt is not None and dealt.samples % batch == 0:

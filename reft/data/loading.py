@@ -4,15 +4,16 @@
     for epoch in range(loader.epoch, epochs):
         for batch in loader: ...
 
-torch's ``DataLoader`` does the reading: workers, prefetch, pinning and collation are its own. The
-samples that it reads are determined by :mod:`reft.data.order`. The position counts batches that
-were handed out, not batches that were read ahead; two numbers suffice to return to a position.
+torch's ``DataLoader`` does the reading, with its workers, prefetching, pinning and collation.
+:mod:`reft.data.order` determines which samples are read. A position consists of two numbers
+(epoch, and samples consumed). It counts batches that were handed out to the script, not batches
+that were read ahead.
 
 Random numbers of a sample depend on (seed, epoch, sample), never on the state of a worker. The
-generators of Python, NumPy and torch (on the CPU) are seeded for each sample before it is read, and
-for each batch, by its first sample, before it is collated. So a sample is equal to the bit in every
-worker, in the training process (whose generators are restored afterwards), and when it is read
-again after a failure.
+generators of Python, NumPy and torch (on the CPU) are seeded for each sample before it is read,
+and for each batch, by its first sample, before it is collated. So a sample is the same to the
+bit in every worker, in the training process (whose generators are restored afterwards), and when
+it is read again after a failure.
 """
 
 from __future__ import annotations
@@ -55,13 +56,14 @@ _DECIDED = {
     "batch_sampler": "the order follows from shuffle and seed",
     "generator": "give seed=",
 }
-"""Options of ``DataLoader`` that a position of the whole job does not allow, and what to do."""
+"""Options of ``DataLoader`` that are refused because the job's position decides the order, each
+with what to do instead."""
 
 
 class Progress(PassReader):
     """The progress of one pass over a :class:`Loader`.
 
-    It outlives the iterator, and does not keep the loader alive.
+    The object outlives the iterator, and does not keep the loader alive.
 
     Args:
         loader: torch's loader.
@@ -71,9 +73,9 @@ class Progress(PassReader):
     Attributes:
         began: position at which the pass began.
         at: position after the batches that were handed out.
-        moves: how often a version was loaded into the pass.
-        ends_step: whether the last handed-out batch is the replica's last of its step; None if all
-            replicas have the same number of batches in a step.
+        moves: how many times the position was moved by loading a version.
+        ends_step: whether the last handed-out batch is the replica's last one in its step; None
+            with the static order, where all replicas have the same number of batches in a step.
         is_trained: whether the last handed-out batch was trained on.
     """
 
@@ -118,14 +120,16 @@ class Loader(TrackedLoader[Progress]):
             SeededDataset(dataset, self._order.seed),  # type: ignore[arg-type]
             batch_sampler=batches,
             collate_fn=SeededCollation(collate_fn or default_collate),  # type: ignore[arg-type]
-            # A generator of its own, so that beginning a pass does not draw from training's.
+            # A separate generator, so that beginning a pass does not draw from training's
+            # generator.
             generator=torch.Generator(),
             **{option: given for option, given in options.items() if option not in _DECIDED},
         )
-        # Passes whose batches the script may hold; the one read last is at the end.
+        # Passes whose batches the script may still hold, the one read last at the end
         self._handed_out: list[Progress] = []
         self._has_left_out = False
-        # Whether the batch that was trained on last is not the replica's last one of its step
+        # Whether training has stopped within a step: the batch trained on last was not the
+        # replica's last one in its step
         self._left_within_step = False
         saved = LOADERS.add(self)
         self._restored = None if saved is None else decode(saved, self._order, name)
@@ -140,7 +144,7 @@ class Loader(TrackedLoader[Progress]):
         return self._batches.partition(self.replica[1])
 
     def __len__(self) -> int:
-        """Number of batches of a complete pass.
+        """Return the number of batches of a complete pass.
 
         Raises:
             TypeError: replicas take different numbers of batches.
@@ -166,7 +170,7 @@ class Loader(TrackedLoader[Progress]):
         return ReadAhead(self, self._begun)
 
     def _follow(self, progress: Progress) -> None:
-        """Make a pass, of which a batch is trained on, the one that holds the job's position."""
+        """Take the job's position from this pass from now on, since a batch of it is trained on."""
         followed = self._followed
         if self._left_within_step and followed not in (None, progress) and self.replica[1] > 1:
             raise ConfigError(
@@ -194,11 +198,11 @@ class Loader(TrackedLoader[Progress]):
 
     @property
     def ends_step(self) -> bool | None:
-        """Whether the current batch is this replica's last of the step.
+        """Whether the current batch is this replica's last one in the step.
 
-        Between two batches, the next one counts.
+        Between two batches, the next batch is the current one.
 
-        None without ``order="dynamic"``. Reading this property changes nothing.
+        None without ``order="dynamic"``. Reading this property has no side effect.
         """
         reader = self._followed
         if reader is not None and reader.is_held and not (reader.is_trained and reader.ends_step):
@@ -213,12 +217,14 @@ class Loader(TrackedLoader[Progress]):
         return restored or (JobPosition() if reader is None else reader.began)
 
     def read_from(self, at: JobPosition) -> tuple[Iterator[Any], ConsumedSamples]:
-        """Read the rest of a pass: torch's iterator, and the record of the samples given to it."""
+        """Begin to read a pass from ``at``. Return torch's iterator, and the record of the
+        samples given to it."""
         taken = self._batches.begin_at(at, self.replica, self._loads)
         return raw_iterator(self.inner), taken
 
     def left_out(self) -> None:
-        """Warn that the data set has raised an error, which the script may catch."""
+        """Warn that samples are left out because the data set has raised an error, which the
+        script may catch."""
         rank, replicas = self.replica
         if replicas > 1 and not self._has_left_out:
             self._has_left_out = True
@@ -232,9 +238,10 @@ class Loader(TrackedLoader[Progress]):
             )
 
     def _resume_position(self) -> JobPosition | None:
-        """The restored position, at which passes begin until training has continued from it.
+        """Return the restored position, at which every pass begins until training has continued
+        from it.
 
-        None after a step was trained from it, or its pass was read to the end.
+        Return None after a step was trained from that position, or the pass was read to its end.
         """
         reader = self._pass
         if reader is not None and (
@@ -246,9 +253,10 @@ class Loader(TrackedLoader[Progress]):
         return self._restored
 
     def order_facts(self, replicas: int) -> dict[str, Any] | None:
-        """Facts of the order; None if the script divides samples among other numbers of replicas.
+        """Return the facts that determine the order; None if the script divides samples among a
+        different number of replicas.
 
-        :meth:`wrong` reports that case.
+        :meth:`wrong` reports a different number of replicas.
         """
         if self.replica[1] != replicas:
             return None
@@ -266,7 +274,8 @@ class Loader(TrackedLoader[Progress]):
         return None if at is None else encode(at, self._order)
 
     def go_to(self, position: dict[str, Any]) -> None:
-        """Go to a position. Raises ConfigError if it is of other data or another order."""
+        """Move to a position. Raises ConfigError if the position is one in other data or in
+        another order."""
         self._restored = decode(position, self._order, self.name)
         self._loads, self._left_within_step = self._loads + 1, False
         self._handed_out.clear()
@@ -277,14 +286,15 @@ class Loader(TrackedLoader[Progress]):
         if self._pass is not None:
             self.go_to(encode(JobPosition(), self._order))
         else:
-            self._loads += 1  # Kept equal to that of ranks that have read something
+            self._loads += 1  # Keep the count equal to that of ranks that have read something
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, for checkpoints of the script; reft does not need it."""
+        """Return the position, for checkpoints of the script; reft does not need it."""
         return self.position() or encode(JobPosition(), self._order)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to the position of a :meth:`state_dict`, taken at any data-parallel degree."""
+        """Move to the position in a :meth:`state_dict`, which may be from another data-parallel
+        degree."""
         self.go_to(state)
 
     def wrong(self) -> str | None:
@@ -322,8 +332,8 @@ class ReadAhead:
         self._inner: Iterator[Any] = iter(())
         self._taken = ConsumedSamples()
         self._moves = 0
-        # With unequal numbers of micro-batches: batches that were read to find the last of a step,
-        # and not handed out yet
+        # Batches that were read but not handed out yet. With the dynamic order, batches are read
+        # ahead to find out which one is the step's last.
         self._ahead: deque[_Batch] = deque()
         self._ended_at: JobPosition | None = None  # End of the last step that was handed out
 
@@ -334,7 +344,7 @@ class ReadAhead:
         WATCH.before_batch(self._progress)
         progress, replicas = self._progress, self._owner.replica[1]
         if self._moves != progress.moves:
-            # A version was loaded: batches that were read ahead from the old position are dropped.
+            # A version was loaded: drop the batches that were read ahead from the old position.
             self._moves = progress.moves
             self._inner, self._taken = self._owner.read_from(progress.at)
             self._ended_at = None
@@ -352,8 +362,8 @@ class ReadAhead:
         step_end = self._ahead[0].step_end
         ends = None if step_end is None else not self._is_followed(step_end)
         read = self._ahead.popleft()
-        # At the end of a step, all of it is consumed, so a version continues after the batches that
-        # were left out.
+        # After the last batch of a step the position is the step's end, so a resumed job also
+        # skips batches that were left out after an error.
         progress.at = step_end if ends and step_end is not None else read.at
         if read.error is not None:
             self._leave_out(progress.at, read.error, no_other=bool(ends) and replicas > 1)
@@ -369,10 +379,11 @@ class ReadAhead:
         return read.batch
 
     def _is_followed(self, step_end: JobPosition) -> bool:
-        """Whether another readable micro-batch of the same step follows.
+        """Return whether another readable micro-batch of the same step follows.
 
-        If not, the next one is the last of its step. Without that knowledge the replica would miss
-        the end of the step, and the others would wait for it.
+        If none follows, the batch that is handed out next is the replica's last one in its step.
+        The replica must know this, or it would miss the end of the step and the others would
+        wait for it.
         """
         number = 1
         while True:
@@ -387,11 +398,12 @@ class ReadAhead:
             number += 1
 
     def _read(self) -> _Batch:
-        """Read a micro-batch, or the error of the data set instead.
+        """Read a micro-batch; an error that the data set raises is returned in it.
 
         Raises:
             StopIteration: the pass has ended.
-            Exception: workers have died or are late, or taking a micro-batch has failed.
+            Exception: a worker has died or timed out, or this replica could not take a
+                micro-batch.
         """
         if self._taken.failed is not None:
             raise self._taken.failed
@@ -435,33 +447,33 @@ def loader(
 ) -> Loader:
     """Make a loader that replaces torch's ``DataLoader`` and divides samples among replicas.
 
-    Its position is part of the version: after a failure, and at another data-parallel degree, every
-    sample of an epoch is trained on exactly once.
+    The loader's position is part of the version: even after a failure, or at another
+    data-parallel degree, every sample of an epoch is trained on exactly once.
 
     Args:
         dataset: a data set with a length, which returns a sample for an index.
-        batch_size: samples of a replica in a micro-batch.
-        shuffle: read in an order that depends on (seed, epoch).
+        batch_size: number of samples in a micro-batch of one replica.
+        shuffle: True to read in an order that depends on (seed, epoch).
         seed: seed of the order, and of the samples' random numbers.
-        drop_last: leave out samples that do not fill a micro-batch; otherwise the last micro-batch
-            of a pass is smaller, with its samples spread evenly over the replicas.
+        drop_last: True to leave out samples that do not fill a micro-batch; otherwise the last
+            micro-batch of a pass is smaller, with its samples spread evenly over the replicas.
         order: ``"static"``: every replica has the same number of micro-batches in a step.
             ``"dynamic"``: replicas take micro-batches at their own speed, so a slow one takes
-            fewer; docs/data.md has the loop that this needs. A resumed run is equal to the bit
-            with the static order only.
-        step_samples: for ``"dynamic"``, samples of a step of all replicas: DeepSpeed's
-            ``train_batch_size``.
+            fewer; docs/data.md shows the training loop that this needs. Only with the static
+            order is a resumed run equal to the bit.
+        step_samples: for ``"dynamic"``, number of samples in a step of all replicas, which is
+            DeepSpeed's ``train_batch_size``.
         collate_fn: makes a batch from a list of samples; None: torch's function.
-        dp_rank: replica of this rank; None: as the engine says, and before there is one, as
-            torch.distributed says.
-        dp_size: number of replicas; None: likewise.
+        dp_rank: index of this rank's replica; None takes it from the engine or, before an engine
+            exists, the rank of torch.distributed.
+        dp_size: number of replicas; None takes it from the same place.
         name: a different name for each loader of a script, the same after a restart.
         options: options of ``DataLoader``: ``num_workers``, ``prefetch_factor``, ``pin_memory``,
             ``persistent_workers``, ``worker_init_fn``, ``timeout``, ``multiprocessing_context``.
             With ``order="dynamic"`` the default of ``prefetch_factor`` is 1.
 
     Raises:
-        ConfigError: the data set has no indices, or an option would decide the order.
+        ConfigError: the data set cannot be read by index, or an option would change the order.
     """
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise ConfigError(
@@ -493,7 +505,8 @@ def loader(
     else:
         batches = SharedBatches(samples, batch_size, step_samples, drop_last=drop_last, name=name)
         if options.get("num_workers") and options.get("prefetch_factor") is None:
-            # Samples that a worker reads ahead are taken, so no other replica can train on them.
+            # Read ahead little: samples that a worker has read are taken, so no other replica
+            # can train on them.
             options["prefetch_factor"] = 1
     return Loader(
         dataset,
@@ -521,13 +534,13 @@ _current: list[int] = []
 
 
 def sample_seed() -> int:
-    """The seed of the sample that is being read, or of the batch that is being collated.
+    """Return the seed of the sample that is being read, or of the batch that is being collated.
 
-    It has 64 bits that depend on (seed, epoch, sample) only. Use it for generators of your own,
-    such as a device's; the generators of Python, NumPy and torch are seeded already.
+    The seed has 64 bits and depends on (seed, epoch, sample) only. Use it for other generators,
+    such as a device's; the generators of Python, NumPy and torch on the CPU are already seeded.
 
     Raises:
-        RuntimeError: no loader of ``reft.data`` is reading.
+        RuntimeError: called while no loader of ``reft.data`` is reading.
     """
     if not _current:
         raise RuntimeError(
@@ -541,7 +554,7 @@ def sample_seed() -> int:
 def _generators_kept() -> Iterator[None]:
     """Restore the training process's generators after the ``with`` block.
 
-    Workers' generators need no restoring, because they are seeded before they are used.
+    Generators in workers are not restored, because they are seeded before each use.
     """
     here = capture_host_rng() if get_worker_info() is None else None
     try:
@@ -554,23 +567,25 @@ def _generators_kept() -> Iterator[None]:
 
 def _seed_generators(seed: int) -> None:
     _current[:] = [seed]
-    # Python's and NumPy's generators are of one kind: equal seeds would give equal numbers.
+    # Use different seeds: Python and NumPy use the same kind of generator, which would give
+    # equal numbers.
     random.seed(mix(seed, 1))
     np.random.seed([seed & 0xFFFFFFFF, seed >> 32])
-    # torch.manual_seed would seed the devices, too.
+    # Not torch.manual_seed, which would also seed the devices.
     torch.default_generator.manual_seed(mix(seed, 2))
 
 
 @dataclass(frozen=True)
 class _Fetched:
-    """Samples to be collated, with the seed of the first."""
+    """Samples to be collated, with the seed of the first one."""
 
     samples: list[Any]
     seed: int
 
 
 class SeededDataset:
-    """A data set with keys (epoch, sample), which seeds the generators before each sample."""
+    """A data set whose keys are (epoch, sample); it seeds the random generators before it reads
+    each sample."""
 
     def __init__(self, dataset: Any, seed: int) -> None:
         self.dataset = dataset
@@ -589,7 +604,7 @@ class SeededDataset:
 
 
 class SeededCollation:
-    """A collate function that seeds the generators before each batch."""
+    """A collate function that seeds the random generators before it collates each batch."""
 
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
         self._collate = collate

@@ -1,10 +1,11 @@
 """Determines which samples a step trains on, and which of them a replica reads.
 
-These are functions of the position, equal on every rank. A position counts the samples that the
-whole job has consumed, not the batches of a replica. The order of an epoch depends on (seed, epoch)
-only. So a position means the same at every data-parallel degree and with any number of workers, and
-the rest of an epoch can be repartitioned at any sample (CheckFreq's resumable iterator, completed
-for elastic data parallelism: keep the global sample index, re-shard the tail).
+Both depend only on the position, which is equal on every rank. A position counts the samples
+that the whole job has consumed, not the batches of a replica. The order of an epoch depends on
+(seed, epoch) only. So a position has the same meaning at every data-parallel degree and with any
+number of workers, and the rest of an epoch can be divided anew among replicas at any sample.
+(This is CheckFreq's resumable iterator, extended to elastic data parallelism: keep the global
+sample index, re-shard the tail.)
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ _MASK64 = (1 << 64) - 1
 
 
 def _mix(value: Any) -> Any:
-    """SplitMix64's finalizer, for an integer or an array of unsigned integers."""
+    """Return SplitMix64's finalizer of an integer, or of each element of an array of unsigned
+    integers."""
     value = (value + 0x9E3779B97F4A7C15) & _MASK64
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK64
@@ -39,7 +41,7 @@ def _mix(value: Any) -> Any:
 
 
 def mix(*keys: int) -> int:
-    """64 bits that depend on all ``keys`` (any integers) and their order."""
+    """Return a 64-bit hash of ``keys`` (any integers), which depends on their order."""
     mixed = 0
     for key in keys:
         mixed = _mix(mixed ^ (key & _MASK64))
@@ -49,9 +51,9 @@ def mix(*keys: int) -> int:
 class Permutation:
     """A bijection of ``0..n-1`` chosen by ``keys``.
 
-    It needs no memory, and does not change with the version of a library. It is a Feistel network
-    over the smallest even number of bits that holds ``n`` values, repeated until the value is below
-    ``n``.
+    It needs no memory, and is the same with every version of every library. It is a Feistel
+    network over the smallest even number of bits that holds ``n`` values; for each input it is
+    repeated until the value is below ``n``.
     """
 
     def __init__(self, n: int, *keys: int) -> None:
@@ -63,10 +65,12 @@ class Permutation:
         self._round_keys = [np.uint64(_mix(key + index)) for index in range(_ROUNDS)]
 
     def __call__(self, positions: npt.ArrayLike) -> Indices:
-        """Values at ``positions`` (integers in ``0..n-1``, any shape), as int64 of that shape."""
+        """Return the permuted values of ``positions`` (integers in ``0..n-1``, any shape), as
+        int64 of the same shape.
+        """
         values = np.atleast_1d(np.asarray(positions)).astype(np.uint64)
         outside = np.ones(values.shape, dtype=bool)
-        # The domain has fewer than 4n values, so a few repetitions suffice.
+        # The network's domain has fewer than 4n values, so a few repetitions suffice.
         while outside.any():
             values[outside] = self._turn(values[outside])
             outside = values >= np.uint64(self._n)
@@ -86,7 +90,8 @@ class JobPosition:
 
     Attributes:
         epoch: number of the pass, counted from 0.
-        consumed: samples that the whole job has consumed or dropped since the first pass began.
+        consumed: number of samples that the whole job has consumed or dropped since the first
+            pass began.
     """
 
     epoch: int = 0
@@ -100,7 +105,8 @@ class SampleOrder:
     Attributes:
         size: number of samples of the data set.
         seed: seed of the order.
-        shuffle: use an order chosen by (``seed``, epoch) instead of the data set's own order.
+        shuffle: True for an order chosen by (``seed``, epoch); False for the data set's own
+            order.
     """
 
     size: int
@@ -108,19 +114,19 @@ class SampleOrder:
     shuffle: bool
 
     def part(self, first: int, count: int, part: slice) -> list[tuple[int, int]]:
-        """(epoch, sample) of each sample that one replica reads in a micro-batch.
+        """Return (epoch, sample) of each sample that one replica reads in a micro-batch.
 
         Args:
             first: position of the micro-batch's first sample, counted through all epochs.
-            count: samples of the micro-batch.
-            part: the replica's part of these samples.
+            count: number of samples in the micro-batch.
+            part: the replica's part of the micro-batch, as a slice of ``0..count-1``.
         """
         positions = np.arange(first, first + count, dtype=np.int64)[part]
         epochs = positions // self.size
         return list(zip(epochs.tolist(), self.samples(positions).tolist(), strict=True))
 
     def samples(self, positions: Indices) -> Indices:
-        """The sample at each position; positions are counted through all epochs."""
+        """Return the sample index at each position; positions are counted through all epochs."""
         epochs, places = np.divmod(positions, self.size)
         if not self.shuffle:
             return places
@@ -131,7 +137,8 @@ class SampleOrder:
         return found
 
     def facts(self) -> dict[str, Any]:
-        """Plain values that must be equal for a position to mean the same."""
+        """Return plain values that determine the order: if they are equal, a position has the
+        same meaning."""
         return {"samples": self.size, "seed": self.seed, "shuffle": self.shuffle}
 
 
@@ -139,12 +146,13 @@ class SampleOrder:
 class EpochPartition:
     """Divides the ``size`` samples of an epoch among ``dp_size`` replicas.
 
-    A micro-batch takes ``batch_size * dp_size`` consecutive samples. The last one of a pass is
-    smaller, with its samples spread as evenly as possible, or dropped if ``drop_last``. Every
-    replica has a sample in every micro-batch, so all replicas have the same number of them. If
-    needed, the last but one gives samples to the last. If that is impossible (batches of one
-    sample, or a degree that has grown within the last micro-batch), the remaining samples, fewer
-    than replicas, are read with the first micro-batch of the next pass.
+    A micro-batch takes ``batch_size * dp_size`` consecutive samples. The last micro-batch of a
+    pass is smaller, with its samples spread as evenly as possible, or is dropped if
+    ``drop_last``. Every replica has a sample in every micro-batch, so all replicas have the same
+    number of micro-batches. If the last micro-batch has fewer samples than there are replicas,
+    the one before it gives up some of its own. If that is impossible (batches of one sample, or
+    a degree that has grown within the last micro-batch), the remaining samples are read with the
+    first micro-batch of the next pass.
     """
 
     size: int
@@ -168,41 +176,43 @@ class EpochPartition:
 
     @property
     def full(self) -> int:
-        """Samples of a micro-batch that is not the last."""
+        """Number of samples in a micro-batch that is not the last one."""
         return self.batch_size * self.dp_size
 
     def left(self, at: JobPosition) -> int:
         return (at.epoch + 1) * self.size - at.consumed
 
     def next(self, at: JobPosition) -> int:
-        """Samples of the next micro-batch; 0 at the end of the pass."""
+        """Return the number of samples of the next micro-batch; 0 at the end of the pass."""
         left = self.left(at)
         if self.drop_last:
             return self.full if left >= self.full else 0
         if left == self.full or left >= self.full + self.dp_size:
             return self.full
-        if left > self.full:  # Otherwise fewer samples than replicas would be left
+        if left > self.full:  # A full micro-batch leaves enough samples for every replica
             return left - self.dp_size if self.batch_size > 1 else self.full
         return left if left >= self.dp_size else 0
 
     def after(self, at: JobPosition) -> JobPosition:
-        """The position after the next micro-batch."""
+        """Return the position after the next micro-batch."""
         return JobPosition(at.epoch, at.consumed + self.next(at))
 
     def next_pass(self, at: JobPosition) -> JobPosition:
-        """Where the pass after that of ``at`` begins.
+        """Return the position at which the pass after that of ``at`` begins.
 
-        The rest of a pass that was left before its end is dropped.
+        If the script has left a pass before its end, the rest of that pass is dropped.
         """
         carried = not self.drop_last and self.next(at) == 0
         return JobPosition(at.epoch + 1, at.consumed if carried else (at.epoch + 1) * self.size)
 
     def part(self, count: int, dp_rank: int) -> slice:
-        """A replica's part of a micro-batch of ``count`` samples; sizes differ by one at most."""
+        """Return a replica's part of a micro-batch of ``count`` samples, as a slice; the
+        replicas' sizes differ by at most one.
+        """
         return slice(count * dp_rank // self.dp_size, count * (dp_rank + 1) // self.dp_size)
 
     def __len__(self) -> int:
-        """Number of micro-batches of a pass that begins at its first sample."""
+        """Return the number of micro-batches of a pass that begins at its first sample."""
         whole, rest = divmod(self.size, self.full)
         if self.drop_last or rest == 0 or (rest < self.dp_size and self.batch_size == 1):
             return whole
@@ -210,15 +220,16 @@ class EpochPartition:
 
 
 def encode(at: JobPosition, order: SampleOrder) -> dict[str, Any]:
-    """Plain values, equal on every rank that has read the same number of micro-batches."""
+    """Return the position as plain values, which are equal on every rank that has read the same
+    number of micro-batches."""
     return {"version": _STATE_VERSION, "epoch": at.epoch, "consumed": at.consumed, **order.facts()}
 
 
 def decode(saved: Mapping[str, Any], order: SampleOrder, name: str) -> JobPosition:
-    """The inverse of :func:`encode`.
+    """Decode the output of :func:`encode`.
 
     Raises:
-        ConfigError: the position belongs to other data or another order.
+        ConfigError: the position is one in other data, or in another order.
     """
     for key, have in {"version": _STATE_VERSION, **order.facts()}.items():
         if saved.get(key) != have:
@@ -238,9 +249,9 @@ _alone = HashStore()
 
 
 def shares_store() -> bool:
-    """Whether torch.distributed's store is shared with earlier starts of the job.
+    """Return whether torch.distributed's store is shared with earlier starts of the job.
 
-    torchrun's store is, the store of ``reft launch`` is not.
+    torchrun's store is shared; the store of ``reft launch`` is not.
     """
     return (
         ENV_LAUNCHER_PID not in os.environ
@@ -249,10 +260,10 @@ def shares_store() -> bool:
 
 
 def job_store(replicas: int) -> Any:
-    """The store of torch.distributed, which the ranks of this start of the job share.
+    """Return the store of torch.distributed, which the ranks of this start of the job share.
 
     Raises:
-        ConfigError: there are several replicas and no store, or earlier starts share it.
+        ConfigError: there are several replicas but no store, or earlier starts share the store.
     """
     if dist.is_available() and dist.is_initialized():
         if shares_store():
@@ -272,12 +283,15 @@ def job_store(replicas: int) -> Any:
 
 
 def readers(replicas: int) -> int:
-    """Number of processes that read the samples of ``replicas``: all of torch.distributed's."""
+    """Return the number of processes that read the samples of ``replicas``: the world size of
+    torch.distributed.
+    """
     return max(replicas, process()[1])
 
 
 def explain_refusal(loader: str, why_equal: str | None) -> str | None:
-    """Why ``order="dynamic"`` is wrong if replicas need the same number of micro-batches."""
+    """Return why ``order="dynamic"`` is refused, which is so if replicas need the same number of
+    micro-batches; otherwise None."""
     return why_equal and (
         f'{loader} has order="dynamic", in which replicas train on unequal numbers of '
         f'micro-batches, but {why_equal}. Leave order="dynamic" and step_samples out'
@@ -285,25 +299,26 @@ def explain_refusal(loader: str, why_equal: str | None) -> str | None:
 
 
 class SharedLedger:
-    """Records which micro-batch of a step each replica has taken.
+    """A log in the job's store of which replica has taken which micro-batch of a step.
 
-    This is DLRover's dynamic sharding, within a step. Every take is a line in ``store``, appended
-    by compare-and-set after the last line that its writer has read. So all processes read the same
-    takes in the same order, a micro-batch is handed out once, and there is no coordinator that can
-    die.
+    This is DLRover's dynamic sharding, within a step. Every take of a micro-batch is one entry
+    in ``store``, which its writer appends by compare-and-set after the last entry that it has
+    read. So all processes read the same entries in the same order, a micro-batch is handed out
+    once, and there is no coordinator that can die.
 
     Args:
         store: store of the job.
         prefix: prefix of the keys.
-        todo: micro-batches to take, the same in every process; the lowest is taken first.
+        todo: indices of the micro-batches to take, the same in every process; the lowest is
+            taken first.
     """
 
     def __init__(self, store: Any, prefix: str, todo: Iterable[int]) -> None:
         self._store = store
         self._prefix = prefix
         self._todo = sorted(todo)
-        # For each line: the replica, and the number of its take. The n-th line takes the n-th entry
-        # of ``todo``.
+        # For each entry read so far: the replica, and the number of its take. The n-th entry
+        # takes the n-th micro-batch of ``todo``.
         self._takers: list[tuple[int, int]] = []
 
     def take(self, replica: int, number: int) -> int | None:
@@ -311,24 +326,26 @@ class SharedLedger:
 
         Args:
             replica: the replica that takes.
-            number: number of its take, from 0. Ranks of one replica get the same micro-batch for
-                the same number.
+            number: number of the replica's take, from 0. All ranks of a replica get the same
+                micro-batch for the same number.
 
         Returns:
-            The micro-batch; None if nothing is left.
+            The index of the micro-batch; None if none is left.
         """
         taker = (replica, number)
         while self._store.check([self._next_key]):
             self._read(self._store.get(self._next_key))
         while taker not in self._takers and len(self._takers) < len(self._todo):
-            # If another process has written this line meanwhile, its line is read instead.
+            # If another process has written this entry meanwhile, compare_set returns that
+            # entry.
             self._read(self._store.compare_set(self._next_key, "", f"{replica} {number}"))
         return self._todo[self._takers.index(taker)] if taker in self._takers else None
 
     def leave(self, readers: int) -> None:
-        """Record that this process reads no further lines, because nothing is left to take.
+        """Record that this process is done reading the entries, because no micro-batch is left.
 
-        The last of all readers removes the lines from the store, so that no late reader misses any.
+        The last reader to leave deletes the entries, so that none disappears before everyone has
+        read it.
         """
         if self._store.add(f"{self._prefix}/left", 1) == readers:
             for name in (*range(len(self._takers)), "left"):
@@ -345,14 +362,16 @@ class SharedLedger:
 
 @dataclass
 class ConsumedSamples:
-    """Samples that a batch sampler has given to torch's loader and that were not handed out yet.
+    """Micro-batches that a batch sampler has given to torch's loader and that were not handed
+    out to the script yet.
 
     Attributes:
-        ahead: a pair for each micro-batch. If all replicas have the same number of micro-batches:
-            the position after it, and None. Otherwise the start and the end of its step, because
-            only the step's last micro-batch advances the job.
-        ledgers: steps of which nothing is left to take: their ends and ledgers.
-        failed: why no more samples can be taken, other than errors of the data set.
+        ahead: a pair of positions for each micro-batch. With the static order: the position
+            after the micro-batch, and None. With the dynamic order: the start and the end of its
+            step, because only the step's last micro-batch advances the job.
+        ledgers: end position and ledger of each step of which no micro-batch is left to take.
+        failed: the error because of which no more samples can be taken (not one of the data
+            set); None if there was none.
     """
 
     ahead: deque[tuple[JobPosition, JobPosition | None]] = field(default_factory=deque)
@@ -360,16 +379,19 @@ class ConsumedSamples:
     failed: Exception | None = None
 
     def leave(self, at: JobPosition, replicas: int) -> None:
-        """Leave the ledgers before ``at``, to which only loading a version can return."""
+        """Leave the ledgers of steps before ``at``: only loading a version could return to them,
+        and it starts new ledgers."""
         while self.ledgers and self.ledgers[0][0].consumed <= at.consumed:
             self.ledgers.popleft()[1].leave(readers(replicas))
 
 
 class StaticBatches:
-    """A batch sampler with the static order: every replica has a part of every micro-batch.
+    """A batch sampler with the static order, in which every replica has a part of every
+    micro-batch.
 
     Attributes:
-        step_samples: samples of a step of all replicas; None if the order does not depend on steps.
+        step_samples: number of samples in a step of all replicas; None if the order does not
+            depend on steps.
     """
 
     step_samples: int | None = None
@@ -384,12 +406,12 @@ class StaticBatches:
         return EpochPartition(self.order.size, self.batch_size, replicas, self.drop_last)
 
     def begin_at(self, at: JobPosition, replica: tuple[int, int], loads: int) -> ConsumedSamples:
-        """Continue at ``at``, within a pass, with the next iteration.
+        """Make the next iteration over this sampler begin at ``at``, which may be within a pass.
 
         Args:
             at: position of the job.
-            replica: this replica, and the number of replicas.
-            loads: how often this process has loaded a version; the same on every rank.
+            replica: index of this replica, and the number of replicas.
+            loads: how many times this process has loaded a version; the same on every rank.
         """
         taken = ConsumedSamples()
         self._pass = self._noted(self._rest(at, replica, loads, taken), taken)
@@ -419,20 +441,21 @@ class StaticBatches:
 
 
 BEGUN: Counter[tuple[str, int, int]] = Counter()
-"""How many loaders with a name this process has begun to read, for each replica and number of
-replicas."""
+"""Number of loaders that this process has begun to read, by (name, replica, number of replicas)."""
 
 
 class SharedBatches(StaticBatches):
-    """A batch sampler with the dynamic order: replicas take micro-batches at their own speed.
+    """A batch sampler with the dynamic order, in which replicas take micro-batches at their own
+    speed.
 
-    A step trains on the samples that follow the position, as in the static order. A ledger in the
-    job's store records which replica trains on which of its micro-batches. So a position means the
-    same as in the static order, and loading a version returns everything that was taken after it.
+    A step trains on the samples that follow the position, as in the static order. A ledger in
+    the job's store records which replica trains on which micro-batch of the step. So a position
+    has the same meaning as in the static order, and after a version is loaded, everything that
+    was taken after it is taken again.
 
-    The first micro-batches of a step are reserved, one for each replica, so that every replica has
-    at least one. The others are taken when they are read. A reader that begins a pass again before
-    it trains gets the same micro-batches as before.
+    The first micro-batches of a step are reserved, one for each replica, so that every replica
+    has at least one. The other micro-batches are taken when they are read. A reader that begins
+    a pass a second time without having trained gets the same micro-batches as the first time.
     """
 
     step_samples: int
@@ -453,10 +476,12 @@ class SharedBatches(StaticBatches):
         super().__init__(order, batch_size, drop_last=drop_last)
         self.step_samples = step_samples
         self._name = name
-        self._number: int | None = None  # Number among the loaders with this name in this process
+        # Sequence number among the loaders with this name in this process
+        self._number: int | None = None
 
     def partition(self, replicas: int) -> EpochPartition:
-        # Single samples, so that a rest that does not fill a step is left for the next pass.
+        # Divide a step by single samples, so that a rest that does not fill a step is left for
+        # the next pass.
         return EpochPartition(self.order.size, 1, self.step_samples, self.drop_last)
 
     def begin_at(self, at: JobPosition, replica: tuple[int, int], loads: int) -> ConsumedSamples:
@@ -481,7 +506,8 @@ class SharedBatches(StaticBatches):
         rest = range(replicas, self.step_samples // self.batch_size)
         while partition.next(at):
             after = partition.after(at)
-            # The key includes the epoch, because positions may recur in the next pass.
+            # The key includes the epoch, because the same number of consumed samples may recur
+            # in the next pass.
             key = (
                 f"reft.data/{self._name}/{replicas}/{self._number}/{loads}/{at.epoch}/{at.consumed}"
             )

@@ -1,7 +1,7 @@
 """One pass over a ``DataLoader``, and how to resume in the middle of it (P8).
 
 The order of a pass depends on the random states at its beginning. To resume, the pass is begun
-again under these states, and the samples that were taken are skipped by their indices: no data is
+again under these states, and the indices of the samples that were taken are skipped: no data is
 loaded for them, and no earlier pass is repeated. The script's own random states are restored.
 """
 
@@ -35,16 +35,16 @@ from reft.state.codec import class_path
 class DistributedPass:
     """A pass that torch's ``DistributedSampler`` divides among the replicas.
 
-    The order is the same at every degree, so a position in it is one of the whole job: replica
-    ``n % replicas`` reads sample ``n``.
+    Sample ``n`` of the order is read by replica ``n % replicas``. The order is the same at every
+    degree, so a position in it is a position of the whole job.
 
     Attributes:
-        samples: samples of the data set.
+        samples: number of samples in the data set.
         replicas: number of replicas.
-        batch_size: samples of a batch of one replica.
+        batch_size: number of samples in a batch of one replica.
         drop_last: whether the batch sampler drops an incomplete batch.
-        cuts: whether the sampler drops samples that the replicas cannot share evenly; otherwise it
-            repeats samples.
+        cuts: True if the sampler drops samples that the replicas cannot share evenly, False if
+            it repeats samples instead.
     """
 
     samples: int
@@ -55,7 +55,7 @@ class DistributedPass:
 
     @property
     def batches(self) -> int:
-        """Batches of one replica in a pass."""
+        """Number of batches of one replica in a pass."""
         share = self.samples // self.replicas if self.cuts else -(-self.samples // self.replicas)
         return share // self.batch_size if self.drop_last else -(-share // self.batch_size)
 
@@ -63,12 +63,12 @@ class DistributedPass:
         """Convert a number of batches of this degree to that of another degree.
 
         Args:
-            taken: batches that a replica of this degree has taken.
+            taken: number of batches that a replica of this degree has taken.
             replicas: the other degree.
 
         Returns:
-            Batches that a replica of the other degree has taken when the job has consumed as much;
-            None if no batch of that degree begins there.
+            Number of batches that a replica of the other degree has taken when the job has
+            consumed the same samples; None if no batch of that degree begins there.
         """
         other = replace(self, replicas=replicas)
         if taken >= self.batches:
@@ -78,7 +78,8 @@ class DistributedPass:
 
 
 def find_distribution(loader: Any) -> DistributedPass | None:
-    """How a ``DataLoader`` divides its samples; None if it uses other samplers."""
+    """Return how a ``DataLoader`` divides its samples among replicas; None if it does not use
+    torch's ``DistributedSampler``."""
     sampler, batches = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
     if type(sampler) is not DistributedSampler or type(batches) is not BatchSampler:
         return None
@@ -88,9 +89,11 @@ def find_distribution(loader: Any) -> DistributedPass | None:
 
 
 def find_order(loader: Any, replicas: int) -> dict[str, Any] | None:
-    """Facts of an order that a ``DistributedSampler`` divides among all replicas.
+    """Return the facts that determine the order of a ``DistributedSampler`` that divides it
+    among all replicas.
 
-    These must be equal on all ranks. None for other orders, which may differ on purpose.
+    These facts must be equal on all ranks. Return None for other orders, which may differ
+    between ranks on purpose.
     """
     dealt = find_distribution(loader)
     if dealt is None or dealt.replicas != replicas:
@@ -103,20 +106,24 @@ class Position:
     """The position of training within a pass. Part of the version.
 
     Attributes:
-        start: random states when the pass was begun, with those of the loader's own generators.
-        first: random states when the first batch was requested, if they had changed since.
+        start: random states when the pass was begun, including those of the loader's own
+            generators.
+        first: random states when the first batch was requested; None if they were still those of
+            ``start``.
         taken: number of batches that were handed out.
         length: number of batches of the pass; None if the loader does not know.
         source: description of the data.
         number: number of the pass, for loaders that count them.
-        renewed: whether nothing was drawn after ``start`` to begin the pass: the loader's
-            persistent workers had read an earlier pass, or its beginning was not observed.
-        ahead: random states under which the batch that is ahead of training was read.
-        evaluates: whether the next pass starts from its beginning: it was about to begin, or this
-            pass was read while no engine trained.
+        renewed: True if beginning the pass drew no random numbers after ``start``, because the
+            loader's persistent workers had read an earlier pass, or the beginning of this pass
+            was not observed.
+        ahead: random states under which the batch was read that is handed out next but was read
+            in advance; None if there is none.
+        evaluates: True if training continues with a new pass: the script was about to begin it,
+            or this pass was read while no engine trained (an evaluation).
         dealt: how the replicas share the pass, as fields of :class:`DistributedPass`; None if
             unknown.
-        dataset: state of a data set that is read by index and has a state.
+        dataset: state of the data set, if it is read by index and has a state; otherwise None.
     """
 
     start: dict[str, Any]
@@ -137,7 +144,9 @@ class Position:
         return self.length is not None and self.taken >= self.length
 
     def fits(self, loader: Any) -> bool:
-        """Whether this may be a position in ``loader``; the script may read other loaders, too."""
+        """Return whether this may be a position in ``loader``. The script may also read other
+        loaders.
+        """
         return (
             find_length(loader) == self.length
             and find_source(loader) == self.source
@@ -153,8 +162,8 @@ class Position:
             new: new number of replicas.
 
         Returns:
-            The position of a new replica; None if no batch of the new degree begins there, or the
-            order is not known to be that of the job.
+            The position of a replica of the new degree; None if no batch of the new degree
+            begins there, or the order is not known to be the same at every degree.
         """
         dealt = None if self.dealt is None else DistributedPass(**self.dealt)
         taken = None if dealt is None or dealt.replicas != old else dealt.taken_at(self.taken, new)
@@ -167,13 +176,13 @@ class Position:
 
 
 def own_generators(loader: Any) -> list[torch.Generator]:
-    """The generators of a loader and its samplers, each once, in a fixed order."""
+    """Return the generators of a loader and its samplers, each once, in a fixed order."""
     found = (getattr(holder, "generator", None) for holder in holders(loader))
     return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
 
 
 def capture_start(loader: Any) -> dict[str, Any]:
-    """Capture all states that determine the order of the pass that is about to begin."""
+    """Capture all random states that determine the order of the pass that is about to begin."""
     generators = [g.get_state() for g in own_generators(loader)]
     return {**capture_host_rng(), "generators": generators, "samplers": capture_samplers(loader)}
 
@@ -186,7 +195,7 @@ def _restore_start(loader: Any, start: dict[str, Any]) -> None:
 
 
 def _same_start(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether nothing was drawn from any generator between two captures."""
+    """Return whether no random numbers were drawn between the two captures."""
     own = zip(one["generators"], other["generators"], strict=True)
     samplers = one.get("samplers") == other.get("samplers")
     return samplers and same_host_rng(one, other) and all(torch.equal(a, b) for a, b in own)
@@ -209,7 +218,8 @@ def described(loader: Any) -> str:
 
 
 def reads_lazily(loader: Any) -> bool:
-    """Whether samples are chosen when batches are requested; workers get theirs in advance."""
+    """Return whether the loader chooses samples only when batches are requested. With workers it
+    chooses them in advance."""
     return int(getattr(loader, "num_workers", 0)) == 0
 
 
@@ -219,11 +229,14 @@ class PassReader:
     Attributes:
         loader: torch's loader.
         taken: number of batches that were handed out.
-        counts: whether it was trained on, or read to its end; looking at a batch does not count.
-        unwatched: whether it counts only until there is an engine, which may train on another pass.
-        evaluates: whether it was read while no engine trained. A version then holds the beginning
-            of the next pass.
-        resume_phase: the resume phase in which it was begun or moved.
+        counts: whether the pass was trained on or read to its end, and so determines the
+            position; looking at a batch is not enough.
+        unwatched: True if the pass counts only because there was no engine yet; an engine may
+            train on another pass.
+        evaluates: whether the pass was read while no engine trained. A version then holds the
+            beginning of the next pass as the position.
+        resume_phase: the phase after a restart (:class:`~reft.data.watch.ResumePhase`) in which
+            the pass was begun or moved; None if it was neither.
         handle: weak reference to the script's iterator.
         follow: called when a batch is trained on, if reft restores the loader's position. The
             reference is weak, so that a loader without a variable is freed with its iterator.
@@ -241,30 +254,32 @@ class PassReader:
 
     @property
     def is_held(self) -> bool:
-        """Whether the script still has its iterator, as after a loop and not after a mere look."""
+        """Whether the script still holds the pass's iterator, as in a loop over it; after a mere
+        look at one batch it does not."""
         return self.handle is not None and self.handle() is not None
 
     def train(self) -> None:
-        """Record that the last handed-out batch is trained on."""
+        """Record that training uses the batch that was handed out last."""
         if self.follow is not None and (follow := self.follow()) is not None:
             follow(self)
         self.counts, self.unwatched, self.evaluates = True, False, False
 
 
 class LoaderIterator(PassReader):
-    """The iterator of one pass: the loader's own iterator, with counts.
+    """The iterator of one pass: the loader's own iterator, with a count of the batches taken.
 
     Args:
         loader: torch's loader.
         inner: the loader's own iterator, from which nothing was taken.
         start: random states under which the pass was begun.
         watch: the loader hook, which receives the reads.
-        adopted: whether its beginning was not observed.
+        adopted: True if the beginning of the pass was not observed.
         renewed: see :class:`Position`.
 
     Attributes:
-        uses_training_rng: whether it was begun with the random states of training.
-        reads_ahead: whether its consumer hands batches out later, and calls :meth:`hand_out`.
+        uses_training_rng: whether the pass was begun under the random states of training.
+        reads_ahead: whether the consumer of this iterator hands batches out later, and then
+            calls :meth:`hand_out`.
     """
 
     def __init__(
@@ -285,9 +300,9 @@ class LoaderIterator(PassReader):
         self._inner = inner
         self._watch = watch
         self._renewed = renewed or adopted
-        self._read = 0  # Batches that were taken or read ahead
+        self._read = 0  # Number of batches that were taken or read ahead
         self._before_read: dict[str, Any] | None = None
-        # Random states to set while the next batch is read; None: those of training are used
+        # Random states to set while the next batch is read; None to use those of training
         self._read_under: dict[str, Any] | None = None
         self._first: dict[str, Any] | None = None
         self._notes_first = reads_lazily(loader)
@@ -363,7 +378,7 @@ class LoaderIterator(PassReader):
         )
 
     def adopt(self, other: LoaderIterator) -> None:
-        """Become another pass over the same loader, from which nothing was taken."""
+        """Continue as another pass over the same loader, from which nothing was taken yet."""
         for name in (
             "start",
             "uses_training_rng",
@@ -377,13 +392,14 @@ class LoaderIterator(PassReader):
             setattr(self, name, getattr(other, name))
 
     def go_to(self, position: Position, *, skip: bool = True) -> None:
-        """Become the pass of ``position``.
+        """Continue as the pass of ``position``.
 
-        The random states of training are unchanged.
+        The random states of training stay unchanged.
 
         Args:
             position: the position.
-            skip: continue after the batches that were taken; otherwise start the pass again.
+            skip: True to continue after the batches that were taken, False to start the pass
+                from its beginning.
         """
         taken = position.taken if skip else 0
         self._inner = positioned(self.loader, position, taken)
@@ -396,7 +412,8 @@ class LoaderIterator(PassReader):
 
 
 def _has_stateful_items(loader: Any) -> bool:
-    """Whether reading items changes a state of the data set, which skipping would not do."""
+    """Return whether reading samples changes a state of the data set, which skipping samples
+    would not change."""
     data = loader.dataset
     return (
         objects.is_stateful(data) and not isinstance(data, IterableDataset) and reads_here(loader)
@@ -410,15 +427,16 @@ def restore_items(loader: Any, position: Position) -> None:
 
 
 def positioned(loader: Any, position: Position, taken: int) -> Iterator[Any]:
-    """The loader's iterator as it was in the pass of ``position`` after ``taken`` batches."""
+    """Return an iterator of the loader in the state that it had in the pass of ``position``
+    after ``taken`` batches."""
     here = capture_host_rng()
     try:
         _restore_start(loader, position.start)
         if isinstance(loader.dataset, IterableDataset):
-            # There are no indices to skip, so the pass is read again.
+            # There are no indices to skip, so read the pass again up to the position.
             inner = raw_iterator(loader)
             for _ in range(taken):
-                # Errors that were raised when the batches were taken
+                # The same errors were raised when the batches were taken the first time
                 with suppress(StopIteration, Exception):
                     next(inner)
             return inner
@@ -435,7 +453,7 @@ def positioned(loader: Any, position: Position, taken: int) -> Iterator[Any]:
             first = {**start, **(position.first or {})}
             skipping.before = lambda: _restore_start(loader, first)
         elif getattr(loader, "persistent_workers", False):
-            # These workers read later passes, which must not skip.
+            # These workers also read later passes, which must not skip anything.
             inner._index_sampler = loader._index_sampler  # type: ignore[attr-defined]
             vars(loader)["_iterator"] = inner
         return inner
@@ -444,10 +462,10 @@ def positioned(loader: Any, position: Position, taken: int) -> Iterator[Any]:
 
 
 def finish_pass(loader: Any, position: Position) -> None:
-    """Put the loader's own state where the pass of ``position`` leaves it.
+    """Bring the loader's own state to what it is at the end of the pass of ``position``.
 
-    That is the state of generators and persistent workers at the end of the pass, or where an
-    evaluation stopped early. At most one batch is loaded.
+    This concerns generators, samplers and persistent workers. If an evaluation stopped early,
+    the state is that at the point where it stopped. At most one batch is loaded.
     """
     waits = getattr(loader, "persistent_workers", False) and not has_workers(loader)
     own = (
@@ -459,7 +477,7 @@ def finish_pass(loader: Any, position: Position) -> None:
         return
     before = capture_samplers(loader)
     if position.complete or not reads_lazily(loader):
-        # Workers get more batches than are taken, and all batches of a short evaluation.
+        # Workers are given more batches than are taken; for a short evaluation, all of them.
         for _ in positioned(loader, position, position.length):
             pass
     else:
@@ -468,15 +486,15 @@ def finish_pass(loader: Any, position: Position) -> None:
 
 
 def has_workers(loader: Any) -> bool:
-    """Whether persistent workers wait for the next pass."""
+    """Return whether persistent workers wait for the next pass."""
     return getattr(loader, "_iterator", None) is not None
 
 
 def is_within(loader: Any) -> bool | None:
-    """Whether the pass that is about to begin was begun before and broken off.
+    """Return whether the pass that is about to begin continues one that was left before its end.
 
-    This concerns Megatron's random sampler, which continues after the samples that the job has
-    consumed. None if unknown.
+    This is possible with Megatron's random sampler, which continues after the samples that the
+    job has consumed. None if unknown.
     """
     sampler: Any = getattr(loader, "batch_sampler", None)
     left_out = getattr(sampler, "last_batch_size", None)
@@ -487,14 +505,15 @@ def is_within(loader: Any) -> bool | None:
     )
 
 
-ORIGINAL = "_reft_original"  # Attribute of a replaced ``__iter__``: the original of the class
+# Attribute of a replaced ``__iter__`` that holds the class's original
+ORIGINAL = "_reft_original"
 
 
 def raw_iterator(loader: Any) -> Iterator[Any]:
-    """The result of torch's own ``DataLoader.__iter__``.
+    """Return the result of torch's own ``DataLoader.__iter__``.
 
-    iter() would be wrong: a subclass with its own ``__iter__`` calls this function, and would be
-    called again.
+    ``iter(loader)`` would recurse: a subclass with its own ``__iter__`` calls this function from
+    there.
     """
     iterate = DataLoader.__iter__
     while (original := getattr(iterate, ORIGINAL, None)) is not None:
@@ -503,14 +522,15 @@ def raw_iterator(loader: Any) -> Iterator[Any]:
 
 
 def count_received(iterator: Iterator[Any]) -> int | None:
-    """Batches that torch's iterator has received from its workers; None without workers."""
+    """Return how many batches torch's iterator has received from its workers; None without
+    workers."""
     return getattr(iterator, "_rcvd_idx", None)
 
 
 def is_left_out(iterator: Iterator[Any], received: int | None) -> bool:
-    """Whether torch's iterator continues after the batch for which it raised an error.
+    """Return whether torch's iterator continues after the batch for which it raised an error.
 
-    It does after an error of the data set, but not after workers died or timed out.
+    It does after an error in the data set, but not after a worker has died or timed out.
     """
     return received is None or count_received(iterator) != received
 
@@ -519,8 +539,8 @@ class SkippingSampler:
     """A sampler that skips its first draws.
 
     Attributes:
-        before: sets the random states for the first draws, in which most samplers choose the whole
-            order; None: the current states are used.
+        before: sets the random states for the first draws, in which most samplers choose the
+            whole order; None to use the current states.
     """
 
     def __init__(self, sampler: Any, skip: int) -> None:
@@ -550,7 +570,8 @@ def get_inner_attribute(outer: Any, inner: str, name: str) -> Any:
     """Look up a missing attribute of ``outer`` in the object that it wraps.
 
     Raises:
-        AttributeError: the wrapped object lacks it, or ``outer`` is a copy under construction.
+        AttributeError: the wrapped object lacks the attribute, or ``outer`` is a copy under
+            construction.
     """
     if inner not in vars(outer):
         raise AttributeError(f"{type(outer).__name__!r} object has no attribute {name!r}")
@@ -558,5 +579,6 @@ def get_inner_attribute(outer: Any, inner: str, name: str) -> Any:
 
 
 def iterates_itself(loader: Any) -> bool:
-    """Whether the loader's class has its own ``__iter__``, whose use of batches is unknown."""
+    """Return whether the loader's class has its own ``__iter__``; then it is unknown which
+    batches reach the script."""
     return type(loader).__iter__ is not DataLoader.__iter__

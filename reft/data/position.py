@@ -1,6 +1,6 @@
 """The data position: which samples the training has consumed (P8).
 
-These are followed and restored:
+The position in the following is followed and restored:
 
 - an iterator for ``train_batch`` with ``state_dict`` and ``load_state_dict`` (torchdata's stateful
   protocol);
@@ -9,9 +9,10 @@ These are followed and restored:
 - loaders that the script has made :func:`reft.resumable`;
 - loaders of :func:`reft.data.loader`, whose position is that of the whole job.
 
-A ``DataLoader`` that the script iterates over in its own loop is observed: the script must skip to
-its position, which is checked. Any other position belongs into the client state. Data that is not
-followed is reported at the first step (P12).
+A ``DataLoader`` that the script iterates over in its own loop is only observed: after a restart
+the script itself must skip to the position, and reft checks that it does. Any other position has
+to be part of the script's client state. Data that is not followed is reported at the first step
+(P12).
 """
 
 from __future__ import annotations
@@ -53,9 +54,9 @@ from reft.data.watch import WATCH, ResumePhase
 from reft.state.codec import class_path
 
 READ_BY_SCRIPT = "read_by_script"
-"""Key next to the positions: the random states are those before the script makes its next batch,
-which it does before ``train_batch`` or the forward pass."""
-BEGINS = "begins"  # Key next to the positions: the script was about to begin a pass
+"""Key, next to the positions, of a flag: the version's random states are those before the script
+makes its next batch, which it does before ``train_batch`` or the forward pass."""
+BEGINS = "begins"  # Key, next to the positions, of a flag: the script was about to begin a pass
 
 _LINES_PLAIN = """
     loader = reft.resumable(loader)
@@ -86,18 +87,20 @@ class ReadListener(Protocol):
 
 
 class DataPosition:
-    """Follows the data that feeds an engine. Loaders are observed from the construction on.
+    """Follows the data that feeds an engine. Observes all loaders as soon as it is constructed.
 
     Args:
         engine: DeepSpeed's engine.
-        replica: returns the replica of this rank and the number of replicas; None if unknown.
+        replica: returns the index of this rank's replica and the number of replicas; None if
+            unknown.
 
     Attributes:
-        why_equal: why all replicas train on the same number of micro-batches in a step; None if
-            they need not.
+        why_equal: reason why all replicas must train on the same number of micro-batches in a
+            step; None if they need not.
         is_pipeline: whether the engine is a pipeline engine.
-        boundary: receives the reads between two steps; None if nothing is captured.
-        left_to_program: whether the program keeps its position itself.
+        boundary: receives the script's reads between two steps; None if no host state is
+            captured.
+        left_to_program: whether the training program stores and restores its position itself.
     """
 
     def __init__(self, engine: Any, replica: Callable[[], tuple[int, int]] | None = None) -> None:
@@ -111,39 +114,45 @@ class DataPosition:
         self._source: Any = None  # The argument of ``train_batch``
         self._repeating = False
         self._inside = False
-        self._read_inside = False  # The last ``train_batch`` read from a loader itself
+        self._read_inside = False  # Whether the last ``train_batch`` call has read from a loader
         self.boundary: ReadListener | None = None
-        # Set while the state before a read is captured: the pass that the script is about to read,
-        # whether it marks a step, and the loader of which it is about to begin a pass
+        # Set only while host state is captured: the pass that the script is about to read,
+        # whether the script marks a step, and the loader of which the script is about to begin a
+        # pass
         self._upcoming: PassReader | None = None
         self._is_marking = False
         self._begins: Any = None
-        self._reads: list[PassReader] = []  # Passes read since the last step, one entry per batch
+        # Passes read from since the last step, one entry for each batch
+        self._reads: list[PassReader] = []
         self._batches = 0
         self._micro_batches = 0
         self._datasets: set[int] = set()
-        # Resumable loaders by name. The references keep them for the last version, which is taken
-        # when the script's variables are gone.
+        # Resumable loaders by name. These references keep the loaders alive for the last
+        # version, which is taken when the script's variables are gone.
         self._trained_loaders: dict[str, Any] = {}
-        self._elsewhere = False  # Whether the script read batches in another thread
-        self._ahead = False  # Whether it has read batches ahead since the last version
-        # Whether a step trained on no batch that was read for it, unlike earlier steps
+        self._elsewhere = False  # Whether the script has read batches in another thread
+        self._ahead = False  # Whether the script has read batches ahead since the last version
+        # Whether a step, unlike earlier ones, was trained without a batch from a loader
         self._unread = False
-        # How much of a pass was trained on when the script left it; None: reported
+        # How much of a pass was trained on when the script left it, as text; "" if none was
+        # left; None after it was reported
         self._left_pass: str | None = ""
         self._reported_unread = False
         self._may_skip = (
-            True  # The script may still be skipping batches to get back to where it stopped
+            # Whether the script may still be skipping batches to return to the version's
+            # position
+            True
         )
         self._pass: PassReader | None = None
         self._known = False
         self._saved: Position | None = None
         self._lost: Position | None = None
         self._check: Position | None = None
-        # The restored position while training has read nothing since; else None
+        # The restored position, until training reads; then None
         self._unmoved: dict[str, Any] | None = None
         self.left_to_program = False
-        # A warning about the restored position, given before training continues
+        # A warning about the restored position, to be given before training continues; None if
+        # there is none
         self._left: str | None = None
         WATCH.join(self)
         if self.is_pipeline:
@@ -156,18 +165,19 @@ class DataPosition:
         self._trained_loaders.clear()
 
     def leave_to_program(self) -> None:
-        """Do not restore the position, because the program's client state holds it."""
+        """Neither store nor restore the position, because the program's client state holds it."""
         self.left_to_program = WATCH.reopens = True
 
     def is_training(self) -> bool:
         return bool(self._engine.training) and torch.is_grad_enabled()
 
     def replica(self) -> tuple[int, int] | None:
-        """The replica of this rank and the number of replicas; None if unknown."""
+        """Return the index of this rank's replica and the number of replicas; None if unknown."""
         return None if self._replica is None else self._replica()
 
     def step_samples(self) -> int | None:
-        """Samples of a step of all replicas; None if unknown."""
+        """Return the number of samples that all replicas together read in a step; None if
+        unknown."""
         return None if self._replica is None else int(self._engine.train_batch_size())
 
     # -- the reads of training ---------------------------------------------------------------------
@@ -199,7 +209,7 @@ class DataPosition:
             and self._may_train(loader)
         ):
             length = find_length(loader)
-            # A script that begins a pass for each step has no loop over passes.
+            # A script that begins a pass for each step does not leave passes early by mistake.
             if length is not None and of_step < reader.taken < length and self._left_pass == "":
                 self._left_pass = f"{reader.taken} of {length} batches"
         if self.boundary is not None and self._may_train(loader):
@@ -214,7 +224,7 @@ class DataPosition:
             self.boundary.began_pass(reader)
 
     def _may_train(self, loader: Any) -> bool:
-        """Whether the script itself reads ``loader``, and may train on the batch.
+        """Return whether the script itself, now, reads ``loader`` and may train on the batch.
 
         This excludes reads in ``train_batch``, in a thread that reads ahead, and in evaluations.
         """
@@ -224,14 +234,14 @@ class DataPosition:
         return self.is_training() or (self._pass is not None and self._pass.loader is loader)
 
     def read_to_train(self) -> PassReader | None:
-        """The pass whose batch is about to be trained on; None if unknown."""
+        """Return the pass whose batch is about to be trained on; None if unknown."""
         if self.is_pipeline:
             return None
         passes = _without_looks(self._reads)
         return passes[-1] if passes else None
 
     def mark(self) -> None:
-        """Handle the script's mark that the next step begins."""
+        """Capture the host state when the script marks the beginning of the next step."""
         if self.boundary is not None:
             self._is_marking = True
             try:
@@ -241,7 +251,8 @@ class DataPosition:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Surround ``eval_batch`` of a pipeline engine, which reads its batches itself."""
+        """Note that a pipeline engine's ``eval_batch`` runs in the ``with`` block and reads its
+        own batches."""
         inside, self._inside = self._inside, True
         try:
             yield
@@ -270,7 +281,7 @@ class DataPosition:
     def _take(self, passes: list[PassReader]) -> None:
         for reader in passes:
             if reader.loader.dataset is not passes[-1].loader.dataset:
-                continue  # An evaluation since the last step
+                continue  # Read by an evaluation since the last step
             self._datasets.add(id(reader.loader.dataset))
             self._batches += 1
             self._pass = reader
@@ -279,7 +290,7 @@ class DataPosition:
             reader.train()
 
     def orders(self, iterator: Any) -> Orders:
-        """The orders in which this rank reads, for comparison with the other ranks.
+        """Return the orders in which this rank reads, for comparison with the other ranks.
 
         Args:
             iterator: the argument of ``train_batch`` in its first step; None for a plain engine.
@@ -303,7 +314,7 @@ class DataPosition:
         return iterator if iterator is not None else getattr(self._engine, "data_iterator", None)
 
     def begin_batch(self, iterator: Any) -> None:
-        """Handle a call of ``train_batch``; a restored position is applied to its iterator."""
+        """Handle a call of ``train_batch``: apply a restored position to its iterator."""
         if all(
             callable(getattr(iterator, name, None)) for name in ("state_dict", "load_state_dict")
         ):
@@ -327,8 +338,8 @@ class DataPosition:
         """
         passes, self._reads = self._reads, []
         if not training:
-            # The last pass was evaluated. A batch that was read for training before it is still to
-            # be trained on.
+            # The last pass was read for an evaluation. A batch that was read before it, for
+            # training, is still to be trained on.
             evaluated = passes[-1] if passes and passes[-1] is not self._pass else None
             self._reads = list(
                 dict.fromkeys(reader for reader in passes if reader is not evaluated)
@@ -343,7 +354,8 @@ class DataPosition:
             and passes[-1].follow is not None
             and passes.count(passes[-1]) > 1
         ):
-            self._elsewhere = True  # Batches of such a loader must not be skipped
+            # The script has skipped batches of a loader that reft has positioned already
+            self._elsewhere = True
         self._take(passes[-1:] if self._may_skip else passes)
         self._may_skip = False
         self._micro_batches += 1
@@ -357,11 +369,13 @@ class DataPosition:
         )
 
     def trains(self) -> None:
-        """Handle the begin of a step: the script has skipped to its position in all its engines."""
+        """Handle the beginning of the first step: the script has skipped to its position in all
+        its engines."""
         WATCH.resuming = self._unmoved = None
 
     def leave_to_script(self) -> None:
-        """Change and check nothing, because the script restores position and random states."""
+        """Neither change nor check anything, because the script restores position and random
+        states itself."""
         WATCH.resuming = self._unmoved = self._saved = self._check = None
 
     # -- versions ----------------------------------------------------------------------------------
@@ -387,7 +401,8 @@ class DataPosition:
         return found | LOADERS.positions(self._upcoming, self._begins)
 
     def _position_of(self, trained: LoaderIterator) -> Position:
-        """The position of the pass that is trained on, before the batch that is read next."""
+        """Return the position in the pass that is trained on, before the batch that is read
+        next."""
         if isinstance(self._upcoming, LoaderIterator) and self._upcoming.loader is trained.loader:
             return self._upcoming.position()
         if self._begins is trained.loader:
@@ -395,7 +410,8 @@ class DataPosition:
         return trained.position()
 
     def _count_up(self) -> None:
-        """Update whether the position is known: every micro-batch was one batch of one loader."""
+        """Update whether the position is known, which requires that every micro-batch since the
+        last version was one batch of the same loader."""
         if self._micro_batches:
             if not (self._batches or self._pass is None or self.left_to_program):
                 self._unread = True
@@ -408,7 +424,7 @@ class DataPosition:
             self._datasets.clear()
 
     def restore(self, state: dict[str, Any], rng: dict[str, Any] | None) -> None:
-        """Go to a captured position, now or as soon as the iterator is known."""
+        """Move to a captured position, now or as soon as the iterator is known."""
         self._left = state.get(LEFT)
         self._unmoved = state
         position = Position(**state["pass"]) if "pass" in state else None
@@ -432,12 +448,14 @@ class DataPosition:
     # -- reports (P12) -----------------------------------------------------------------------------
 
     def left_behind(self) -> str | None:
-        """Describe what was not restored and what to write. Called before the first step."""
+        """Describe positions that were not restored, and what to write in the script. Called
+        before the first step."""
         left, self._left = self._left, None
         return left
 
     def found_on_the_way(self) -> str | None:
-        """Describe problems for a recovery that show only while training; each is reported once.
+        """Describe problems that would make a recovery differ and that show only during
+        training. Each is reported once.
 
         Called after every step.
         """
@@ -463,7 +481,8 @@ class DataPosition:
         )
 
     def advice(self) -> str | None:
-        """Describe what reft does not restore, and the lines that change it; None if nothing.
+        """Describe what reft would not restore, and the lines of code that change this; None if
+        there is nothing to report.
 
         Called after a step.
         """
@@ -487,9 +506,9 @@ class DataPosition:
         return self._advice_for_loop()
 
     def comes_back(self) -> bool:
-        """Whether a loader that training reads keeps its position itself.
+        """Return whether a loader that training reads keeps its position itself.
 
-        Stages that read nothing count as well.
+        Also true on pipeline stages that read no data.
         """
         if isinstance(self._pass, LoaderIterator) or self._pass is None:
             reads = LOADERS.positions()
@@ -497,13 +516,13 @@ class DataPosition:
         return True
 
     def _advice_on_degrees(self) -> str | None:
-        """Advice for a job whose number of replicas may change."""
+        """Return advice for a job whose number of replicas may change."""
         if isinstance(self._pass, LoaderIterator) and nodes_may_change():
             return explain_bound_data(self._pass.loader, int(self._engine.train_batch_size()))
         return None
 
     def _advice_for_loop(self) -> str | None:
-        """Advice for a script that reads without a wrapper of reft."""
+        """Return advice for a script that reads its loader without one of reft's wrappers."""
         if self._known and self._pass is not None:
             if self.is_pipeline and self._repeating:
                 return self._advice_on_degrees()
@@ -542,9 +561,9 @@ def _named(source: Any) -> str:
 def _without_looks(passes: list[PassReader]) -> list[PassReader]:
     """Remove passes of which the script only looked at a batch since the last step.
 
-    If there are several passes over the loader that is trained on, the pass whose iterator the
-    script has kept is trained on. If it has kept several, it is the one that was trained on before;
-    if none, the last.
+    Of several passes over the loader that is trained on, training uses the pass whose iterator
+    the script still holds; of several such passes, the one trained on before; if the script
+    holds none, the last pass.
     """
     last = passes[-1:]
     of_loader = [reader for reader in reversed(passes) if reader.loader is last[0].loader]
@@ -557,7 +576,7 @@ def _without_looks(passes: list[PassReader]) -> list[PassReader]:
 
 
 def _follows(reader: PassReader, expected: Position) -> bool:
-    """Whether the batch just taken is the one that follows ``expected``."""
+    """Return whether the batch just taken is the one that follows ``expected``."""
     begins = expected.complete or expected.evaluates
     return reader.taken == expected.taken + 1 or (begins and reader.taken == 1)
 
@@ -569,7 +588,7 @@ def _is_repeating(source: Any) -> bool:
 
 
 def _watch_begun(source: Any) -> None:
-    """Observe a RepeatingLoader's pass that was begun before, if nothing was taken from it."""
+    """Observe the pass that a RepeatingLoader has already begun, if nothing was taken from it."""
     if not _is_repeating(source):
         return
     loader, begun = source.loader, source.data_iter
@@ -577,7 +596,7 @@ def _watch_begun(source: Any) -> None:
         source.data_iter = reader
     inner = getattr(loader, "dataloader", None)
     frame = getattr(getattr(loader, "data", None), "gi_frame", None)
-    # DeepSpeedDataLoader: ``data`` is a generator over its DataLoader's iterator.
+    # In a DeepSpeedDataLoader, ``data`` is a generator over the DataLoader's iterator.
     raw = frame.f_locals.get(".0") if frame is not None else None
     if (
         begun is loader
@@ -591,8 +610,8 @@ def _adopted(loader: Any, begun: Any) -> LoaderIterator | None:
     """Wrap a pass whose beginning was not observed.
 
     Returns:
-        None if something was taken from it, or its order is unknown, because workers get their
-        samples at once.
+        The iterator; None if something was taken from the pass, or its order is unknown because
+        workers were already given their samples.
     """
     is_told = reads_lazily(loader) or isinstance(
         loader.sampler, SequentialSampler | DistributedSampler

@@ -1,6 +1,6 @@
 """Loaders whose position is part of a version, by name.
 
-A version may be loaded before or after the script makes the loader.
+A version may be loaded before or after the script creates the loader.
 """
 
 from __future__ import annotations
@@ -28,20 +28,21 @@ from reft.errors import ConfigError
 from reft.state.codec import class_path
 
 KINDS = ("resumable", "samples")
-"""Keys of positions in a version: those of :func:`resumable`, and of ``reft.data.loader``."""
+"""Keys of positions in a version, for loaders of :func:`resumable` and of ``reft.data.loader``."""
 
 R = TypeVar("R", bound=PassReader)
 
 
 class TrackedLoader(ABC, Generic[R]):
-    """A loader whose position, as plain values, is part of a version."""
+    """A loader whose position is part of a version, as plain values."""
 
     kind: ClassVar[str]  # One of KINDS
-    call: ClassVar[str]  # The call that makes one, for messages
+    call: ClassVar[str]  # Beginning of the call that makes such a loader, for messages
 
     def __init__(self, name: str) -> None:
         self.name = name
-        # The pass that was begun last; perhaps only a look while another one is trained on
+        # The pass that was begun last, perhaps only for a look at a batch while another pass is
+        # trained on
         self._begun: R | None = None
         self._followed: R | None = None  # The pass that was trained on last
 
@@ -60,41 +61,44 @@ class TrackedLoader(ABC, Generic[R]):
         ]
 
     def reads(self, loader: Any) -> bool:
-        """Whether its batches come from this torch loader."""
+        """Return whether this loader's batches come from the given torch loader."""
         return False
 
     def wrong(self) -> str | None:
-        """Why samples would not be trained on exactly once, and what to write; None if they are."""
+        """Return why samples would not be trained on exactly once, and what to write in the
+        script; None if they are.
+        """
         return None
 
     @abstractmethod
     def order_facts(self, replicas: int) -> dict[str, Any] | None:
-        """Facts that must be equal on all ranks that share the loader's samples.
+        """Return facts that must be equal on all ranks that share the loader's samples.
 
         Args:
             replicas: number of replicas of the job.
 
         Returns:
-            None if the samples are not shared by this number of replicas.
+            The facts; None if the samples are not divided among this number of replicas.
         """
 
     @abstractmethod
     def position(
         self, upcoming: PassReader | None = None, *, begins: bool = False
     ) -> dict[str, Any] | None:
-        """The position at which the next step reads; None if no pass was begun.
+        """Return the position at which the next step reads; None if no pass was begun.
 
         Args:
-            upcoming: the pass that the script is about to read, of this loader or another one.
+            upcoming: the pass that the script is about to read, of this loader or another one;
+                None if it is not about to read.
             begins: whether the script is about to begin another pass of this loader.
         """
 
     @abstractmethod
     def go_to(self, position: dict[str, Any]) -> None:
-        """Continue at ``position``, also in a pass that is being read."""
+        """Continue at ``position``, even in a pass that is already being read."""
 
     def restart(self) -> None:
-        """Handle the load of a version from before the first pass."""
+        """Start from the beginning, since a version from before the first pass was loaded."""
 
 
 class Registry:
@@ -108,13 +112,14 @@ class Registry:
         """Register a loader.
 
         Returns:
-            Its position, if a version was loaded before the loader existed; None otherwise.
+            The loader's position, if a version was loaded before the loader existed; None
+            otherwise.
         """
         self._named[loader.kind, loader.name] = loader
         return self._waiting.pop((loader.kind, loader.name), None)
 
     def require_named(self, loader: TrackedLoader[Any]) -> None:
-        """Raise ConfigError if another loader has the name."""
+        """Raise ConfigError if another loader has the same name."""
         if self._named.get((loader.kind, loader.name)) is not loader:
             raise ConfigError(
                 f"found two loaders that are resumable under the name {loader.name!r}; expected "
@@ -122,18 +127,18 @@ class Registry:
             )
 
     def wrong(self) -> str | None:
-        """The first problem with one of the loaders; None if there is none."""
+        """Return the first problem with one of the loaders; None if there is none."""
         return next(filter(None, (loader.wrong() for loader in self._named.values())), None)
 
     def orders(self, replicas: int) -> dict[str, dict[str, Any]]:
-        """The orders of loaders that must be equal on all ranks, by name."""
+        """Return the orders of loaders that must be equal on all ranks, by name."""
         found = {
             name: loader.order_facts(replicas) for (_, name), loader in sorted(self._named.items())
         }
         return {f"the loader {name!r}": facts for name, facts in found.items() if facts is not None}
 
     def positions(self, upcoming: PassReader | None = None, begins: Any = None) -> dict[str, Any]:
-        """Positions by kind and name.
+        """Return positions by kind and name.
 
         Args:
             upcoming: the pass that is about to be read.
@@ -147,7 +152,7 @@ class Registry:
         return found
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Restore the positions of all loaders, also of those that the script makes later."""
+        """Restore the positions of all loaders, including those that the script creates later."""
         positions = {(kind, name): at for kind in KINDS for name, at in saved.get(kind, {}).items()}
         loaders = dict(self._named)
         self._waiting = {key: at for key, at in positions.items() if key not in loaders}
@@ -175,7 +180,7 @@ class ResumableLoader(TrackedLoader[LoaderIterator]):
         self._loader = loader
         saved = LOADERS.add(self)
         self._restored = None if saved is None else Position(**saved)
-        # Whether a version was loaded while a pass is being read that cannot be moved
+        # Whether a version was loaded while a pass that cannot be moved was being read
         self._moved = False
 
     def __len__(self) -> int:
@@ -257,7 +262,8 @@ class ResumableLoader(TrackedLoader[LoaderIterator]):
         return 0 if self._pass is None else self._pass.number + self._pass.counts
 
     def _resume_position(self) -> Position | None:
-        """The restored position, at which passes begin until training has continued from it."""
+        """Return the restored position, at which every pass begins until training has continued
+        from it."""
         if self._pass is not None and (
             self._pass.resume_phase is None or self._pass.resume_phase is not WATCH.resuming
         ):
@@ -277,7 +283,7 @@ class ResumableLoader(TrackedLoader[LoaderIterator]):
 
 
 class _RetainedIterator:
-    """The iterator of a pass. It keeps the resumable loader alive, which :data:`LOADERS` does not.
+    """The iterator of a pass, which keeps the resumable loader alive; :data:`LOADERS` does not.
 
     A script may iterate over a resumable loader that no variable refers to.
     """
@@ -301,10 +307,11 @@ class _RetainedIterator:
 
 
 def resumable(loader: Any, name: str = "data") -> Any:
-    """Restore the position of a ``DataLoader`` with the training state, exactly to the batch.
+    """Make the position of a ``DataLoader`` part of the version, so that a restart continues at
+    the exact batch.
 
     The loader keeps its own order. A loader of ``reft.data.loader`` also continues at another
-    data-parallel degree; it is resumable already and returned unchanged.
+    data-parallel degree. It is resumable already, so this function returns it unchanged.
 
     Args:
         loader: a ``torch.utils.data.DataLoader``, or the result of Accelerate's ``prepare`` for
@@ -312,7 +319,7 @@ def resumable(loader: Any, name: str = "data") -> Any:
         name: a different name for each loader of a script, the same after a restart.
 
     Raises:
-        ConfigError: it is not a ``DataLoader``, or of a subclass with its own ``__iter__``.
+        ConfigError: ``loader`` is not a ``DataLoader``, or its class has its own ``__iter__``.
     """
     if isinstance(loader, TrackedLoader):
         return loader

@@ -1,10 +1,11 @@
 """Captures and restores the state of a loader's samplers, and of a stateful data set.
 
-To repeat a pass, its samplers are restored to their state at its beginning. For torch's own
-samplers that is their generator. For others it is the result of ``state_dict``, or else their
-attributes: random generators of three kinds, and numbers, strings and collections of them that have
-changed since the sampler was first seen. Unchanged attributes are settings, which the script makes
-again or changes on purpose.
+To repeat a pass, its samplers are restored to their state at the beginning of the pass. The
+state of torch's own samplers is their generator. The state of another sampler is the result of
+its ``state_dict`` or, without one, its attributes: random generators (of Python, NumPy and
+torch), and those numbers, strings and collections of them that have changed since the sampler
+was first seen. Unchanged attributes are settings, which the script makes again or changes on
+purpose.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from reft.state import objects
 from reft.state.attributes import capture, has_attributes, restore
 
 MOST_SAMPLERS = 8
-"""Most samplers of one loader, each held by another."""
+"""Limit on the number of nested samplers of one loader."""
 
 
 def holders(loader: Any) -> list[Any]:
-    """The loader and its samplers, each once, in a fixed order."""
+    """Return the loader and its samplers, each once, in a fixed order."""
     found = [loader]
-    for holder in found:  # The list grows meanwhile, because samplers hold samplers
+    for holder in found:  # The list grows during the loop, because samplers hold samplers
         if len(found) >= MOST_SAMPLERS:
             break
         inner = [getattr(holder, name, None) for name in ("sampler", "batch_sampler")]
@@ -34,10 +35,10 @@ def holders(loader: Any) -> list[Any]:
 
 
 def capture_samplers(loader: Any) -> list[dict[str, Any]]:
-    """Capture the state of samplers that are not torch's own, and of a data set read in order.
+    """Capture the state of samplers that are not torch's own, and of an iterable data set.
 
     Returns:
-        The encoded state of each, by attribute.
+        The encoded state of each, by name of the attribute.
     """
     return [capture(owner) for owner in _owners(loader)]
 
@@ -50,8 +51,8 @@ def restore_samplers(loader: Any, saved: list[dict[str, Any]]) -> None:
 def merge_samplers(before: list[dict[str, Any]], loader: Any, start: list[dict[str, Any]]) -> None:
     """Merge the states of samplers before and after the replay of a pass.
 
-    Attributes that the replay has changed keep their new values. The others return to their values
-    from before the replay, which the script may have set for the next pass.
+    Attributes that the replay has changed keep their new values. All others get back their
+    values from before the replay, which the script may have set for the next pass.
 
     Args:
         before: states before the replay.
@@ -75,5 +76,7 @@ def _owners(loader: Any) -> Iterator[Any]:
 
 
 def reads_here(loader: Any) -> bool:
-    """Whether the data set is read in this process; workers have copies with their own state."""
+    """Return whether the data set is read in this process, not by workers, whose copies have
+    states of their own.
+    """
     return int(getattr(loader, "num_workers", 0)) == 0

@@ -1,10 +1,11 @@
 """Observes how scripts use their ``DataLoader``\\ s while an engine has a session.
 
-``DataLoader.__iter__`` then returns a :class:`~reft.data.passes.LoaderIterator`, which behaves the
-same and counts. After a restart, a script may draw random numbers before its first step while it
-skips to its position. These draws have no effect: passes are begun in the order of the version's
-pass, and every batch is read under the version's random states. So the first batch that is trained
-on, and all later ones, are those of the undisturbed run (P8).
+``DataLoader.__iter__`` then returns a :class:`~reft.data.passes.LoaderIterator`, which behaves
+like torch's iterator and counts batches. After a restart, a script may draw random numbers while
+it skips to its position before the first step. These draws have no effect: a pass is begun with
+the order of the version's pass, and every batch is read under the version's random states. So
+the first batch that is trained on, and all later batches, are those of an uninterrupted run
+(P8).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from reft.state.blob import restore_host_rng, restore_rng
 class StatefulReader(PassReader):
     """An iterator of torchdata's ``StatefulDataLoader``, whose position the script keeps.
 
-    The state of a step is captured before each of its batches is read.
+    The host state of a step is captured before each of the step's batches is read.
     """
 
     def __init__(self, loader: Any, inner: Iterator[Any], watch: LoaderHook) -> None:
@@ -68,10 +69,12 @@ class ResumePhase:
         position: position of the version in its data; None if unknown.
         rng: random states of the version.
         is_training: returns whether the engine trains.
-        begins: whether the script was about to begin a pass, with draws from ``rng``.
+        begins: whether the script, when the version was taken, was about to begin a pass with
+            draws from ``rng``.
 
     Attributes:
-        begins: called before the first batch is read on which training may start; None: nothing.
+        begins: function to call before the first batch is read that training may use; None for
+            none.
     """
 
     def __init__(
@@ -84,14 +87,15 @@ class ResumePhase:
     ) -> None:
         self._begins = begins
         self._position = position
-        self._placed: list[LoaderIterator] = []  # Passes of which a batch was read
+        # Passes from which a batch was read in this phase
+        self._placed: list[LoaderIterator] = []
         self._rng = rng
         self._is_training = is_training
         self.begins: Callable[[], None] | None = None
         self._at_end = position is not None and (position.complete or position.evaluates)
 
     def _concerns(self, loader: Any) -> bool:
-        """Whether training may read this loader; an evaluation draws its own numbers."""
+        """Return whether training may read this loader; an evaluation draws its own numbers."""
         return self._is_training() if self._position is None else self._position.fits(loader)
 
     def begin(self, loader: Any, watch: LoaderHook) -> LoaderIterator:
@@ -103,7 +107,8 @@ class ResumePhase:
             reader = watch.begin(loader, draws=False)
             reader.uses_training_rng = False
         elif position is None or self._at_end:
-            # The version was at the end of its pass. This may be the next pass, whose draws count.
+            # The version was at the end of its pass. This may be the next pass, whose draws are
+            # part of training.
             if position is not None:
                 finish_pass(loader, position)
             restore_rng(self._rng)
@@ -117,8 +122,8 @@ class ResumePhase:
         if self.begins is not None and self._is_training():
             self.begins()
         if not isinstance(reader, LoaderIterator):
-            # Loaders of reft.data.loader, and loaders whose state the script has loaded, are at
-            # their position already.
+            # Loaders of reft.data.loader, and loaders whose state the script has loaded, are
+            # already at their position.
             if self._is_training():
                 restore_rng(self._rng)
             return
@@ -129,18 +134,19 @@ class ResumePhase:
             reader.adopt(self.begin(reader.loader, watch))
         if self._position is not None:
             restore_items(reader.loader, self._position)
-        # If reft has positioned the pass, its first batch is trained on. In other passes the script
-        # may skip batches.
+        # In a pass that reft has positioned, the first batch is trained on. In another pass the
+        # script may skip batches, each of which is read under the version's random states.
         placed = reader.follow is not None and not reader.reads_ahead and reader in self._placed
         self._placed.append(reader)
         if not (reader.uses_training_rng or placed):
             restore_rng(self._rng)
 
     def after_last(self, reader: LoaderIterator) -> bool:
-        """Whether the end of this pass shows that the script has reached the version's position.
+        """Return whether the end of this pass shows that the script has reached the version's
+        position.
 
-        It does for a pass that reft has positioned. The end of another pass of equal length may be
-        a coincidence.
+        Return True for a pass that reft has positioned. The end of another pass of equal length
+        may be a coincidence.
         """
         position = self._position
         if position is None or reader.taken != position.taken or not self._concerns(reader.loader):
@@ -154,8 +160,8 @@ class Listener(Protocol):
     """An engine that trains on batches of loaders, for the :class:`LoaderHook`.
 
     Attributes:
-        why_equal: why all replicas train on the same number of micro-batches in a step; None if
-            they need not.
+        why_equal: reason why all replicas must train on the same number of micro-batches in a
+            step; None if they need not.
     """
 
     why_equal: str | None
@@ -172,19 +178,19 @@ class Listener(Protocol):
 
 
 class LoaderHook:
-    """Replaces ``__iter__`` of torch's loaders while engines listen.
+    """Replaces ``__iter__`` of torch's loaders as long as an engine listens.
 
     Attributes:
-        resuming: the resume phase; None before a restart and after its first step.
-        reopens: whether the program restarts its loaders after the samples that were taken. The
-            random states that are loaded, its own or a version's, then already include the draws
-            that began the pass.
-        openings: functions that make the next pass of a loader, by identity of the loader.
+        resuming: the phase between a restart and its first step; None otherwise.
+        reopens: whether the training program itself restarts its loaders after the samples that
+            were taken. The random states that it or reft has loaded then already include the
+            draws that began the pass.
+        openings: functions that make the next pass of a loader, by the loader's ``id()``.
     """
 
     def __init__(self) -> None:
         self._listeners: list[Listener] = []  # The engines that train on the batches
-        # Classes whose ``__iter__`` is replaced, with the original
+        # Classes whose ``__iter__`` is replaced, each with the original method
         self._patched: list[tuple[Any, Any]] = []
         self.resuming: ResumePhase | None = None
         self.reopens = False
@@ -227,7 +233,7 @@ class LoaderHook:
         setattr(kind.__iter__, ORIGINAL, original)
 
     def leave(self, listener: Listener) -> None:
-        """Remove a listener. Without listeners, torch's own ``__iter__`` is restored."""
+        """Remove a listener. When none is left, restore torch's own ``__iter__``."""
         if listener in self._listeners:
             self._listeners.remove(listener)
         if not self._listeners:
@@ -254,7 +260,7 @@ class LoaderHook:
 
         Args:
             shard: Accelerate's loader.
-            begin: makes the pass of the shard's own ``DataLoader``.
+            begin: begins the pass over the shard's own ``DataLoader``.
         """
         iterate = dict(self._patched).get(shard_class(), type(shard).__iter__)
         begun: list[LoaderIterator] = []
@@ -282,7 +288,8 @@ class LoaderHook:
 
         Args:
             loader: torch's loader.
-            draws: whether the draws of the beginning count; otherwise they are undone.
+            draws: True if the random draws at the beginning of the pass are part of training;
+                False to undo them.
         """
         start, renewed = capture_start(loader), has_workers(loader)
         inner = raw_iterator(loader)
@@ -291,7 +298,8 @@ class LoaderHook:
         return LoaderIterator(loader, inner, start, self, renewed=renewed)
 
     def begin_at(self, loader: Any, position: Position, *, skip: bool = True) -> LoaderIterator:
-        """Begin the pass of a version, after the batches that were taken or at its beginning."""
+        """Begin the pass of a version's position, after the batches that were taken or at the
+        beginning."""
         reader = LoaderIterator(loader, iter(()), position.start, self)
         reader.go_to(position, skip=skip)
         reader.resume_phase = self.resuming
@@ -326,9 +334,9 @@ class LoaderHook:
             self.resuming = None
 
     def replica(self) -> tuple[int, int]:
-        """The replica of this rank and the number of replicas.
+        """Return the replica of this rank and the number of replicas.
 
-        The engine knows them. Before there is an engine, they are the rank and world size of
+        Both come from the engine. Before there is an engine, they are the rank and world size of
         torch.distributed.
         """
         known = (listener.replica() for listener in reversed(self._listeners))

@@ -4,13 +4,14 @@ instance, never on the class.
 Works for ``PipelineEngine`` (``train_batch``) and for the plain engine (``forward``/``backward``/
 ``step``). What is wrapped:
 
-- ``_take_model_step``: announces the fence, or is the fence. Both engines call it before weights
-  change; a pipeline engine never calls ``step()``. Once a step has shown that the innermost
-  optimizer's hooks run before it writes, the fence is in these hooks, after the norm of the
-  gradients was computed.
+- ``_take_model_step``: both engines call it before weights change (a pipeline engine never calls
+  ``step()``), so training waits here until copies of its tensors have ended (the *fence*). Once
+  a step has shown that the innermost optimizer's hooks run before that optimizer writes, the
+  fence moves into these hooks, where the gradient norm is already computed.
 - ``train_batch``, or ``forward`` of a plain engine: a step begins, and its version is taken.
   ``step``: the step ends.
-- ``_exec_schedule``, ``_aggregate_total_loss``: the windows of a pipeline engine.
+- ``_exec_schedule``, ``_aggregate_total_loss``: a pipeline engine opens and closes its windows
+  here (the idle intervals in which versions are copied).
 - ``load_checkpoint`` and ``save_checkpoint``.
 """
 
@@ -60,7 +61,8 @@ def save_with_host_state(
     original: Callable[..., Any],
     call: Mapping[str, Any],
 ) -> Any:
-    """``engine.save_checkpoint``, with the host state in a file next to DeepSpeed's own.
+    """Run ``engine.save_checkpoint``, and write the host state into a file next to DeepSpeed's
+    own.
 
     Args:
         context: the job.
@@ -86,12 +88,12 @@ def save_with_host_state(
         try:
             encode(stored)
         except UnsupportedStateError:
-            stored = None  # DeepSpeed's own file holds it
+            stored = None  # Not encodable; DeepSpeed's own file holds it
         host_state = {**state.host_state(stored), SAVED_BY: memory.describe_save(step)}
         directory = Path(call["save_dir"]) / name
         write_host_file(host_file(directory, context.coordinate), host_state)
     except Exception as error:
-        # Whatever the error is, the other ranks have their checkpoint and continue (P6).
+        # Do not raise: the other ranks have their checkpoint and continue (P6).
         logger.warning(
             "the checkpoint is complete, but without random and data state: %s: %s",
             *(type(error).__name__, error),
@@ -104,21 +106,24 @@ class Program(Protocol):
     """The training program that created an engine, such as Megatron's.
 
     Attributes:
-        data_is_bound: why its data would differ with another data-parallel degree, and what to
-            change; "" if they would not.
+        data_is_bound: reason why the program would read other data with another data-parallel
+            degree, and what to change; "" if it would read the same.
     """
 
     data_is_bound: str
 
     def client_state(self) -> dict[str, Any]:
-        """The values that its own checkpoint would store next to the engine's files."""
+        """Return the values that the program's own checkpoint stores next to the engine's files."""
 
     def join(self, context: JobContext) -> None:
-        """Called once on all ranks, before the program loads."""
+        """Connect the program to the session. Called once on all ranks, before the program loads
+        a checkpoint."""
 
 
 def running_program(engine: Any) -> Program | None:
-    """The program that created the engine, if an integration knows it; None for other scripts."""
+    """Return the program that created the engine, if an integration knows it; None for other
+    scripts.
+    """
     for module, function in integrations.entries("PROGRAMS"):
         if module in sys.modules:
             program: Program | None = integrations.load(function)(engine)
@@ -144,22 +149,23 @@ def attach(
 
     Args:
         engine: what ``deepspeed.initialize`` returned first, or a list of one.
-        client_state: called for every version; returns a mapping that ``load_checkpoint`` returns
-            after a restart. Values are anything that ``reft.state.codec`` encodes (numbers,
-            strings, containers, tensors, arrays). Megatron-DeepSpeed's is captured without it.
+        client_state: function that is called for every version; ``load_checkpoint`` returns its
+            mapping after a restart. Values are anything that ``reft.state.codec`` encodes
+            (numbers, strings, containers, tensors, arrays). Megatron-DeepSpeed's client state is
+            captured without this argument.
         config: the ``reft`` block; by default it is read from the engine's DeepSpeed configuration.
         state: objects of the script by name, such as ``{"ema": ema, "rng": generator}``. Their
-            state is part of every version, and a load restores it in place, even a load before
-            this call. They have ``state_dict`` and ``load_state_dict`` (modules, optimizers,
-            schedulers), or are generators (``torch.Generator``, NumPy's ``Generator`` and
-            ``RandomState``, ``random.Random``).
+            state is part of every version, and a load restores it in place; so does this call if
+            a version was loaded before. Objects have ``state_dict`` and ``load_state_dict``
+            (modules, optimizers, schedulers), or are random generators (``torch.Generator``,
+            NumPy's ``Generator`` and ``RandomState``, ``random.Random``).
 
     Returns:
         The session. A second call only sets ``client_state`` and adds ``state``.
 
     Raises:
-        ConfigError: the block is invalid, or contains ``"enabled": false``; an object of ``state``
-            has an unsupported type, or the loaded version does not hold it.
+        ConfigError: the block is invalid, or contains ``"enabled": false``; an object in
+            ``state`` has an unsupported type, or is missing in the version that was loaded.
         UnsupportedStateError: the engine holds state that reft does not know.
     """
     if isinstance(engine, list):
@@ -219,15 +225,16 @@ def attach(
 
 
 def resume(engine: Any, state: Mapping[str, Any] | None = None) -> tuple[Any, Any]:
-    """Restore the newest version from memory or the persist directory. For scripts that have no
-    directory to load from, or look for a file first. Collective, after ``deepspeed.initialize``:
+    """Restore the newest version from memory or the persist directory. Collective, after
+    ``deepspeed.initialize``. For scripts that have no directory to load from, or that call
+    ``load_checkpoint`` only if a file exists:
 
         reft.resume(engine)
         for step in range(engine.global_steps, steps): ...
 
     Args:
         engine: the engine, protected or not.
-        state: more objects of the script to restore: see :func:`attach`.
+        state: further objects of the script to restore, as in :func:`attach`.
 
     Returns:
         ``(path, client_state)``, as ``engine.load_checkpoint`` does; ``(None, None)`` if the job
@@ -245,8 +252,8 @@ def resume(engine: Any, state: Mapping[str, Any] | None = None) -> tuple[Any, An
 
 
 def begin_step(engine: Any) -> None:
-    """Mark the beginning of the next step. A version then holds the host state of this call, and
-    the tensors as of the forward pass or ``train_batch``.
+    """Mark the beginning of the next step. The step's version then holds the host state as of
+    this call, and the tensors as of the forward pass or ``train_batch``.
 
     Only needed by scripts that make their batches themselves, without a ``DataLoader``, and change
     their own state (a position, a counter) between this call and the forward pass:
@@ -268,7 +275,7 @@ def find_session(engine: Any) -> Session | None:
 
 
 def close_sessions() -> None:
-    """Close all sessions of this process, before the interpreter calls them at exit."""
+    """Close all sessions of this process. Registered to run when the interpreter exits."""
     for session in _sessions:
         session.close()
 
@@ -285,7 +292,7 @@ class EngineWrappers:
 
     Args:
         adapter: the engine as seen by the session.
-        session: takes the versions.
+        session: session of the engine, which takes its versions.
     """
 
     def __init__(self, adapter: DeepSpeedEngine, session: Session) -> None:
@@ -300,7 +307,7 @@ class EngineWrappers:
             self._context, session, session.state, self._restorer, memory, adapter.data
         )
         self._micro_batch = int(self._engine.train_micro_batch_size_per_gpu())
-        self._tokens = 0  # Tokens in a sample; 0 until a batch of token ids was read
+        self._tokens = 0  # Tokens in a sample; 0 until a batch of token ids has been read
         setattr(self._engine, _BEGIN_STEP, self._hooks.begin_by_script)
         self._wrap_steps(session)
         for name, around, phase in (
@@ -387,7 +394,8 @@ class EngineWrappers:
         return original(*args, **kwargs)
 
     def _backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._session.begin_step()  # for scripts that call engine.module instead of the engine
+        # Needed for scripts that call engine.module instead of the engine
+        self._session.begin_step()
         self._session.check_tensors()
         result = original(*args, **kwargs)
         self._session.check_tensors()
@@ -401,7 +409,7 @@ class EngineWrappers:
         return result
 
     def _train(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """``engine.train()`` and ``engine.eval()``."""
+        """Call ``engine.train()`` or ``engine.eval()``, and tell the data position of it."""
         result = original(*args, **kwargs)
         self._data.mode_set()
         return result

@@ -1,21 +1,25 @@
-"""Finds the host state with which a step begins (P2).
+"""Captures the host state with which a step begins (P2).
 
 A version is the state with which the next step begins. Tensors are copied as of the beginning of
-the training forward pass (or ``train_batch``). For host state (generators, position in the data,
-schedulers, client state) that is too late: by then the script has read its batch, and a resumed
-script reads that batch again. So the host state is captured before the script reads from a loader,
-as a *candidate*:
+the training forward pass (or ``train_batch``). For host state (random generators, position in
+the data, schedulers, client state) this is too late: the script has read the step's batch by
+then, and a resumed script has to read the same batch again. So the host state is captured before
+the script reads from a loader, and kept as a *candidate*:
 
-- a training forward pass selects the candidate of the pass that it trains on;
-- the forward pass of an evaluation discards the candidate of the pass that it reads;
-- further reads of the same pass change nothing: a script may read all micro-batches of a step at
-  once.
+- a training forward pass selects the candidate of the pass over the loader that its batch came
+  from;
+- the forward pass of an evaluation discards the candidate of the pass over the loader that its
+  batch came from;
+- further reads in the same pass over a loader add no candidate: a script may read all
+  micro-batches of a step at once.
 
-If the script itself marks where a step begins (``reft.begin_step``), the state there is final.
+If the script itself marks where a step begins (``reft.begin_step``), the host state at that call
+is used.
 
-A script without a loader has no candidate. Its host state is captured at the forward pass, except
-for the random generators: numbers drawn since the optimizer step, or since the last evaluation,
-most likely made the batch, so a resumed script has to draw them again.
+A script without a loader has no candidate. Its host state is captured at the forward pass,
+except for the random generators: numbers drawn since the optimizer step, or since the last
+evaluation, most likely made the batch, so the version keeps the generators' states before these
+draws and a resumed script draws them again.
 """
 
 from __future__ import annotations
@@ -33,17 +37,17 @@ Encoded = Callable[[], bytes | bytearray]
 """Returns the encoded host state. Called on the worker thread; state that training may change was
 encoded before."""
 Capture = Callable[[dict[str, Any] | None], Encoded]
-"""Captures the current host state. The argument replaces its random states; None keeps the current
-ones."""
+"""Captures the current host state. The argument replaces the random states in it; None keeps the
+current ones."""
 
 
 @dataclass
 class _Candidate:
-    """Host state before a loader was read.
+    """Host state as it was before a pass over a loader was read from.
 
     Attributes:
-        read: the pass over the loader; None while it is starting.
-        encoded: the state; None if capturing failed.
+        read: the pass over the loader; None while the pass is starting.
+        encoded: the encoded host state; None if capturing it failed.
     """
 
     read: object | None
@@ -55,8 +59,8 @@ class StepBoundary:
 
     Args:
         capture: captures the host state of the engine.
-        repeats_draws: random numbers drawn before a step begins make its batch, if the script has
-            no loader.
+        repeats_draws: True if a script without a loader makes its batch from random numbers that
+            it draws before the step begins.
         random_states: returns the states of all generators that are part of the host state.
     """
 
@@ -72,19 +76,20 @@ class StepBoundary:
             random_states,
             repeats_draws,
         )
-        # A step with a due version has ended, and the next has not begun
+        # True between two steps if a version is due when the next one begins
         self._open = False
         self._is_marked = False  # The script has marked where the next step begins
         self._candidates: list[_Candidate] = []
-        self._evaluated: list[object] = []  # Passes of evaluations since the step
+        # Passes over loaders that evaluations have read since the last step
+        self._evaluated: list[object] = []
         self._rng: dict[str, Any] | None = None
 
     def step_ended(self, *, is_due: bool = True) -> None:
-        """The optimizer step has ended.
+        """Begin to collect candidates, since the optimizer step has ended.
 
         Args:
-            is_due: a version is taken when the next step begins. If False, no candidates are
-                captured until then.
+            is_due: True if a version is taken when the next step begins. If False, no candidates
+                are captured until then.
         """
         self._open, self._is_marked = is_due, False
         self._candidates.clear()
@@ -92,34 +97,35 @@ class StepBoundary:
         self._rng = self._random_states() if self._repeats_draws else None
 
     def mark(self) -> None:
-        """The script marks the beginning of the next step."""
+        """Capture the final host state, since the script marks the beginning of the next step."""
         if self._open and not self._is_marked:
             self._candidates = [_Candidate(None, self._encoded())]
             self._is_marked = True
 
     def begins_pass(self) -> None:
-        """A pass over a loader is about to begin. It has drawn no random numbers yet."""
+        """Capture a candidate before a pass over a loader begins and draws its first random
+        numbers."""
         if self._open and not self._is_marked:
             self._candidates.append(_Candidate(None, self._encoded()))
 
     def began_pass(self, read: object) -> None:
-        """The pass has begun; ``read`` identifies it."""
+        """Store ``read``, which identifies the pass that has begun, in the pass's candidate."""
         if self._candidates and self._candidates[-1].read is None:
             self._candidates[-1].read = read
 
     def before_read(self, read: object) -> None:
-        """A batch is about to be read: capture the host state, once for each pass over a loader.
+        """Capture a candidate before a batch is read, once for each pass over a loader.
 
         Args:
-            read: the pass over the loader.
+            read: the pass over the loader that the batch is read in.
         """
-        # One capture for each evaluation, not for each of its batches.
+        # An evaluation costs one capture, not one for each of its batches.
         seen = [*(candidate.read for candidate in self._candidates), *self._evaluated]
         if self._open and not self._is_marked and all(one is not read for one in seen):
             self._candidates.append(_Candidate(read, self._encoded()))
 
     def evaluated(self, read: object | None) -> None:
-        """A forward pass without training has used a batch.
+        """Discard the candidate whose batch was used by a forward pass without training.
 
         Args:
             read: the pass that the batch came from; None if it came from no loader.
@@ -133,10 +139,11 @@ class StepBoundary:
         self._rng = self._random_states() if self._repeats_draws else None
 
     def take(self, read: object | None) -> Encoded:
-        """The host state with which the step begins. Called once for each version.
+        """Return the host state for the version of the step that begins. Called once for each
+        version.
 
         Args:
-            read: the pass whose batch is trained on, if known.
+            read: the pass over the loader whose batch is trained on; None if unknown.
 
         Raises:
             ReftError: the state cannot be captured.
@@ -149,7 +156,7 @@ class StepBoundary:
         return self._capture(None if of_read else rng)
 
     def skip(self) -> None:
-        """The step begins, and no version is due."""
+        """Discard all candidates, since the step begins and no version is due."""
         self._open, self._candidates, self._rng = False, [], None
 
     def _encoded(self) -> Encoded | None:

@@ -17,8 +17,9 @@ from pathlib import Path
 from reft.env import ENV_EXTENSIONS, ENV_LAUNCHER_PID
 
 _LOCKS = ("*/lock", "*/*/lock")
-"""Patterns below the root. An operator's folder is directly in the root if the environment variable
-names it, otherwise in a folder for the Python version and the device."""
+"""Patterns of lock files below torch's folder of compiled operators. An operator's folder is
+directly in it if the environment variable names that folder, otherwise one level deeper, in a
+folder for the Python version and the device."""
 
 _logged: set[tuple[Path, float]] = set()
 
@@ -26,7 +27,8 @@ _logged: set[tuple[Path, float]] = set()
 def warn_abandoned_builds() -> None:
     """Log each lock that no process of this host has open, once, with the command to remove it.
 
-    reft's launcher logs for its trainers; with other launchers one trainer of each node logs.
+    Under reft's launcher only the launcher logs; under other launchers one trainer of each node
+    logs.
     """
     if os.environ.get(ENV_LAUNCHER_PID) not in (None, str(os.getpid())):
         return
@@ -57,13 +59,14 @@ def abandoned_locks() -> list[tuple[Path, float]]:
     if not found:
         return []
     held = set(_open_files())
-    # The build may have ended while the other processes were read.
+    # A build may have ended while the open files of all processes were being listed.
     return [at for file, at in found.items() if file not in held and at[0].exists()]
 
 
 def _root() -> Path:
-    """torch's folder of compiled operators, as ``torch.utils.cpp_extension`` returns it, without
-    importing torch."""
+    """Return torch's folder of compiled operators, as ``torch.utils.cpp_extension`` returns it,
+    without importing torch.
+    """
     if own := os.environ.get(ENV_EXTENSIONS):
         return Path(own)
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
@@ -71,8 +74,9 @@ def _root() -> Path:
 
 
 def _open_files() -> Iterator[tuple[int, int]]:
-    """Device and inode of the files that processes of this host have open; processes of other users
-    are skipped."""
+    """Yield device and inode of the files that processes of this host have open; processes of other
+    users are skipped.
+    """
     for entry in Path("/proc").glob("[0-9]*/fd/*"):
         with suppress(OSError):
             status = entry.stat()

@@ -35,13 +35,16 @@ class EngineState:
 
     Args:
         context: the job.
-        protection: names the members whose gradients are needed.
-        fence: training waits there for copies before gradients are freed.
+        protection: active protection; names the sharding-group members whose gradients are
+            needed.
+        fence: the point in a step where training waits for copies, here before gradients are
+            freed.
         client_state: returns the script's own values; None if there are none.
 
     Attributes:
         adapter: adapter of the engine's optimizer.
-        gradients: captures gradients for peers that recompute the step (AOR); None if they do not.
+        gradients: captures gradients for peers that recompute this rank's optimizer step (AOR);
+            None if no peer does.
         data: the position in the data; None if the program tracks it.
         followed: state of the script that versions hold in addition to the engine's.
         boundary: finds the host state with which a step begins.
@@ -60,7 +63,7 @@ class EngineState:
         self.gradients = gradient_capture(context, protection, fence)
         self.client_state = client_state
         self.restored_client: dict[str, Any] | None = None
-        """Client state of the version that was restored, until the script trains on."""
+        """Client state of the restored version; None once the script has continued training."""
         self.data = engine.data
         self.followed = host_states(context)
         """State of the script that versions hold in addition to the engine's."""
@@ -75,26 +78,26 @@ class EngineState:
         if engine.data is not None:
             engine.data.boundary = self.boundary
         self.worker: SnapshotWorker | None = None
-        """Lists the tensors that the script writes while they are copied; None before the session
-        starts."""
+        """The snapshot worker, which lists the tensors that the script writes while they are
+        copied; None before the session starts."""
         self._images: LiveImages | None = None
         self._copied_at_boundary: frozenset[str] = frozenset()
         """Names of tensors that the script writes while they are copied; the images contain copies
         of them, made at each boundary."""
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        # Strict: a version that no checkpoint could be written from is not taken.
+        # In a strict job, a version that no checkpoint could be written from is not taken.
         self._blob = HostBlob(strict=context.config.strict)
         self._failures: set[type[Exception]] = set()
 
     def capture(self, label: VersionId, *, required: bool, variant: Variant) -> SnapshotRequest:
         """Capture a version for the snapshot worker. Never raises.
 
-        The first version of a layout is required: it reserves memory at the start (P9), so that the
-        versions after it are not delayed.
+        The first version of a layout is required, so that memory is reserved at the start (P9)
+        and later versions are not delayed.
 
         Args:
             label: name of the version.
-            required: take it even if training has to wait.
+            required: True to take the version even if training has to wait for it.
             variant: when its bytes are copied.
 
         Returns:
@@ -104,7 +107,8 @@ class EngineState:
             known = self._images
             images = self._current_images()
             for copy, live in self._copies:
-                # On a device this is queued on its stream; only on a CPU the host waits.
+                # A device queues this copy on its stream; only on a CPU does the host wait for
+                # it.
                 copy.copy_(live)
             counts = images.write_counts()
             encode = self.boundary.take(None if self.data is None else self.data.read_to_train())
@@ -116,13 +120,13 @@ class EngineState:
                 encode=encode,
                 captured=self._captured(label.step),
                 required=required or images is not known,
-                # Training waits for a required version, and writes nothing meanwhile.
+                # Training waits for a required version, so nothing can be written meanwhile.
                 written=None if required else lambda: images.written_since(counts),
                 variant=variant,
             )
         except Exception as error:
-            # Training continues after any error (P6). This rank must still vote against the
-            # version, or its peers would wait.
+            # Training continues after any error (P6). This rank must still vote, against the
+            # version: its peers wait for the vote.
             level = logging.WARNING if isinstance(error, ReftError) else logging.ERROR
             if type(error) not in self._failures:
                 self._failures.add(type(error))
@@ -134,11 +138,12 @@ class EngineState:
             )
 
     def host_state(self, client_state: Mapping[str, Any] | None) -> dict[str, Any]:
-        """The part of a version that is not in the engine's tensors."""
+        """Return the host state of a version: all of it that is not in the engine's tensors."""
         return {**self._engine.capture(client_state), "followed": self.followed.capture()}
 
     def _random_states(self) -> dict[str, Any]:
-        """States of this process's random generators, and of those registered by the script."""
+        """Return states of this process's random generators, and of those registered by the
+        script."""
         return {"rng": capture_rng(), "followed": self.followed.generators()}
 
     def _encode_host_state(self, drawn: dict[str, Any] | None) -> Encoded:
@@ -173,8 +178,8 @@ class EngineState:
         return self._images
 
     def _sections(self, written: frozenset[str]) -> tuple[SectionImage, SectionImage]:
-        """Both sections. Copies replace the tensors that are written after the boundary, by the
-        script or by steps."""
+        """Return the replicated and the owned section. Copies made now stand for the tensors in
+        ``written``, which the script or a step writes while the version is copied."""
         sections = self.adapter.images()
         self._copies = []
         if written:
@@ -195,21 +200,25 @@ class EngineState:
         return sections
 
     def _captured(self, step: int) -> dict[str, Any]:
-        """Data of the last step for features: its gradients, for peers that recompute it (AOR)."""
+        """Return data of the last step by feature: gradients, for peers that recompute the step
+        (AOR).
+        """
         taken = self.gradients.take(step) if self.gradients is not None else None
         if self.gradients is None or taken is None:
             return {}
-        # This thread may flush denormals to zero; the recomputing thread must do the same, or its
-        # results differ. Torch's kernels for devices keep denormals.
+        # This thread may flush denormals to zero; then the recomputing thread must too, or its
+        # results differ. Torch's device kernels keep denormals.
         flush = not self.gradients.recipe.on_device and not float(torch.tensor(1e-40) * 1.0)
         return {PeerOptimizers.name: OptimizerStep(*taken, flush_denormal=flush)}
 
     def replaced(self) -> None:
-        """The engine's state was loaded: its tensors may be different objects now."""
+        """Forget the engine's tensors after a load, which may have replaced them by other
+        objects."""
         self._images = None
 
     def close(self) -> None:
-        """Remove all hooks of optimizer and loaders. No version is being copied any more."""
+        """Remove all hooks from the optimizer and the loaders. Called when no version is being
+        copied."""
         if self.gradients is not None:
             self.gradients.close()
         if self.data is not None:
@@ -220,10 +229,10 @@ class EngineState:
 def gradient_capture(
     context: JobContext, protection: Protection, fence: OptimizerFence
 ) -> GradientCapture | None:
-    """Create the capture of gradients that peers need to recompute a step (AOR).
+    """Create the object that captures gradients for peers that recompute a step (AOR).
 
     Returns:
-        None if the block does not request it, or no state is partitioned.
+        The object; None if the block does not request AOR, or no state is partitioned.
 
     Raises:
         UnsupportedStateError: the optimizer cannot be recomputed, or gradients are not kept.

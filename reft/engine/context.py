@@ -32,9 +32,9 @@ class JobContext:
         engine: the training engine.
         coordinate: this rank's place in the pp x dp x tp grid.
         topology: the coordinate and the node of every rank.
-        control: messages between the ranks, separate from training's collectives. Only for the
-            training thread; the snapshot worker has a group of its own.
-        job_dir: the job's memory on this node.
+        control: messages between the ranks, separate from training's collectives. Only the
+            training thread uses it; the snapshot worker has a group of its own.
+        job_dir: directory of the job's memory on this node.
         stats: counters of this rank's versions.
         events: the event log of this rank.
     """
@@ -76,14 +76,14 @@ class JobContext:
 
     def warn(self, text: str, *, strict: bool = True) -> None:
         """Warn of something that would make a recovery impossible or different (P12). All ranks
-        call it with the same arguments; rank 0 logs.
+        call this with the same arguments; rank 0 logs.
 
         Args:
             text: what was found, and what to change.
             strict: raise the warning as an error if the block contains ``"strict": true``.
 
         Raises:
-            ConfigError: ``strict`` is set here and in the block.
+            ConfigError: both this argument and the block say ``strict``.
         """
         if strict and self.config.strict:
             raise ConfigError(f'{text}. It is an error because the reft block says "strict": true')
@@ -91,7 +91,7 @@ class JobContext:
             logger.warning("%s", text)
 
     def report(self, findings: Iterable[Finding], *, strict: bool = True) -> None:
-        """Report findings in order. All ranks call it with the same arguments.
+        """Report findings in order. All ranks call this with the same arguments.
 
         Args:
             findings: findings of the checks at the start.

@@ -128,7 +128,7 @@ class DeepSpeedEngine:
 
 
 def _hyperparameters(optimizer: Any) -> Iterator[tuple[str, Fact]]:
-    """Settings of an optimizer that the script created itself, for each parameter group."""
+    """Yield settings of an optimizer that the script created itself, for each parameter group."""
     inner = optimizer
     while isinstance(getattr(inner, "optimizer", None), torch.optim.Optimizer):
         inner = inner.optimizer

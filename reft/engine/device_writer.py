@@ -1,9 +1,9 @@
 """Writes restored blocks to a device, several at a time.
 
-A block is in an arena or in a receive buffer. Neither is registered with the driver, and
-registering a whole arena would take longer than copying it. So each thread copies its block into a
-small registered buffer and takes the checksum in the same pass. The device reads it from there on a
-stream of its own, while other threads fill their buffers.
+A block is in an arena or in a receive buffer. Neither is registered (pinned) with the device's
+driver, and registering a whole arena would take longer than copying it. So each thread copies
+its block into a small registered buffer and computes the checksum in the same pass. The device
+reads this buffer on a stream of its own, while other threads fill their buffers.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class DeviceWriter:
     """Copies blocks from host memory into tensors of a device.
 
     Args:
-        device: Where the tensors are; the thread's current one if it has no index.
+        device: Device of the tensors; without an index, the thread's current device.
         vendor: The device's vendor.
     """
 
@@ -50,7 +50,8 @@ class DeviceWriter:
         self._lock = threading.Lock()  # Guards _registered and _warned: write is thread-safe
 
     def begin(self) -> None:
-        """Wait for the calling thread's stream: queued work may still write to the targets."""
+        """Wait until the work queued on the calling thread's stream has ended, since it may
+        still write to the targets."""
         self._vendor.module.current_stream(self.device).synchronize()
 
     def write(self, parts: Iterable[tuple[torch.Tensor, torch.Tensor]], data: torch.Tensor) -> int:
@@ -84,7 +85,8 @@ class DeviceWriter:
         try:
             lane = self._idle.get_nowait()
         except Empty:
-            # A stream of torch's pool is good enough: nothing else uses the device meanwhile.
+            # A stream from torch's pool may be shared, but nothing else uses the device
+            # meanwhile.
             stream = self._vendor.module.Stream(self.device)
             lane = _Lane(stream, self._new_buffer(nbytes), hashing_copier())
         if lane.buffer.numel() < nbytes:

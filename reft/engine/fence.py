@@ -17,14 +17,15 @@ class OptimizerListener(Protocol):
 
 
 class OptimizerFence:
-    """Makes training wait before the optimizer writes, until no copy reads the live tensors.
+    """Makes training wait, before the optimizer writes, until no copy reads the live tensors.
 
-    It waits before the optimizer step or, once a step has shown that the hooks of the innermost
-    optimizer run first, before the first write within the step. A step with clipping or overflow
-    checks exchanges messages with the other ranks before it writes, and copies continue meanwhile.
+    The wait is before the optimizer step. Once a step has shown that the hooks of the innermost
+    optimizer run before its first write, the wait is in these hooks, which is later: with
+    clipping or overflow checks the ranks exchange messages before that write, and copies
+    continue meanwhile.
 
     Attributes:
-        is_within: :meth:`before_write` is known to run before the optimizer writes.
+        is_within: True if the last step has called :meth:`before_write` before it wrote.
         worker: takes the versions; None before the session starts.
     """
 
@@ -37,8 +38,8 @@ class OptimizerFence:
         self._waited_secs = 0.0
 
     def before_optimizer_step(self) -> None:
-        """The optimizer step begins. Waits for copies, or announces that :meth:`before_write` will
-        wait."""
+        """Called when the optimizer step begins: wait for copies, or tell the worker that
+        :meth:`before_write` will wait soon."""
         self._writes_seen = False
         self._listener.begin_optimizer()
         if self.is_within and self.worker is not None:
@@ -47,13 +48,13 @@ class OptimizerFence:
             self.hold()
 
     def before_write(self, *_: object) -> None:
-        """The innermost optimizer is about to write. Waits for copies."""
+        """Wait for copies, since the innermost optimizer is about to write."""
         self._writes_seen = True
         self.hold()
 
     def after_optimizer_step(self) -> None:
-        """The optimizer step has ended. If it wrote nothing (overflow), waits for copies here, and
-        before the next step."""
+        """Called when the optimizer step has ended. If :meth:`before_write` was not called
+        (overflow), wait for copies now and, in the next step, already at its beginning."""
         if not self._writes_seen:
             self.hold()
         self.is_within = self._writes_seen
@@ -62,7 +63,8 @@ class OptimizerFence:
     def hold(self) -> None:
         """Wait until no copy reads the live tensors."""
         if self.worker is not None:
-            # P2: the optimizer writes after this. On a device the stream waits, not the host.
+            # P2: the optimizer may write after this returns. On a device its stream waits, not
+            # the host.
             secs = self.worker.fence()
             self._waited_secs += secs
             self._stats.stalls_secs.add_to_newest(secs)

@@ -24,12 +24,12 @@ ACCEPT_KEY = "accept_changes"  # Key of the ``reft`` block that lists facts whic
 
 AT_LAUNCH = ("script", "seed", "arguments")
 """Facts that are compared when a person starts the job, not when it restarts automatically: the
-path of the script may differ between nodes, and a seed taken from the clock must not make the job's
-own memory unusable."""
+path of the script may differ between nodes, and a job whose seed is taken from the clock must
+still be able to use its own memory."""
 
 BY_REPLICAS = ("layout.dp", "config.gradient_accumulation_steps")
-"""Facts that follow from the number of replicas if the global batch is kept. Not compared when a
-version of another data-parallel degree is restored."""
+"""Facts that change with the number of replicas even if the global batch stays the same. Not
+compared when a version of another data-parallel degree is restored."""
 
 BY_LAYOUT = (*BY_REPLICAS, "layout", "model")
 """Facts that are not compared when a version of another layout is restored: the model is then
@@ -48,14 +48,15 @@ _AROUND = _word_set(
     tensorboard test threads timeout timing tmp tqdm val valid validation verbose wandb workers
     """
 )
-"""Options with one of these words never change the numerical results, such as ``eval_steps``."""
+"""Options with one of these words in their names never change the numerical results, such as
+``eval_steps``."""
 _DECIDES = _word_set(
     """
     accumulation anneal annealing batch corpora corpus data dataset datasets decay drop file files
     lr merge merges model rampup rate scheduler seed split tokenizer vocab vocabulary warmup
     """
 )
-"""Other options with one of these words change the numerical results, such as
+"""Of the other options, those with one of these words change the numerical results, such as
 ``lr-decay-iters``."""
 _HOW_LONG_AND_WHERE = _word_set(
     """
@@ -63,8 +64,8 @@ _HOW_LONG_AND_WHERE = _word_set(
     memory path rank step steps stop until wait
     """
 )
-"""Remaining options with one of these words do not change the numerical results: they set
-durations, intervals and paths, such as ``max_steps``."""
+"""Of the options that are still left, those with one of these words do not change the numerical
+results: they set durations, intervals and paths, such as ``max_steps``."""
 _LENGTHS = frozenset({("skip", "train"), ("train", "samples"), ("train", "tokens")})
 
 
@@ -87,13 +88,13 @@ class Fingerprint:
         )
 
     def encode(self) -> bytes:
-        """Returns JSON, equal for equal facts."""
+        """Return the facts as JSON; equal facts give equal bytes."""
         return json.dumps({"format": _FORMAT, "facts": dict(sorted(self.facts.items()))}).encode()
 
     @classmethod
     def decode(cls, data: bytes | str) -> Fingerprint:
-        """Decode the output of :meth:`encode`. Raises FingerprintError if it is invalid, or of
-        another format."""
+        """Decode the output of :meth:`encode`. Raises FingerprintError if ``data`` is invalid or
+        has another format."""
         try:
             content = json.loads(data)
             facts = content["facts"] if content["format"] == _FORMAT else None
@@ -111,7 +112,8 @@ class Fingerprint:
 
 
 def read_argument_facts(arguments: Sequence[str]) -> dict[str, Fact]:
-    """The arguments of a script that may change its numerical results, as facts ``arguments.NAME``.
+    """Return those arguments of a script that may change its numerical results, as facts
+    ``arguments.NAME``.
 
     The words of an option's name decide:
 
@@ -130,7 +132,8 @@ def read_argument_facts(arguments: Sequence[str]) -> dict[str, Fact]:
         if word.startswith("-") and not _NUMBER.match(word):
             name, equals, value = word.lstrip("-").partition("=")
             given[name] = [value] if equals else []
-        elif not name and _ASSIGNMENT.match(word):  # an assignment, as for Hydra
+        # An assignment NAME=VALUE, as Hydra takes them
+        elif not name and _ASSIGNMENT.match(word):
             key, _, value = word.partition("=")
             given[key] = [value]
         else:
@@ -165,12 +168,13 @@ def _counts(name: str) -> bool:
 
 
 def _last_part(value: str) -> str:
-    """The last part of a path. JSON objects and lists are returned unchanged."""
+    """Return the last part of a path. JSON objects and lists are returned unchanged."""
     return value if value.startswith(("{", "[")) else value.rstrip("/").rpartition("/")[2]
 
 
 def changed(was: Fingerprint, now: Fingerprint) -> list[str]:
-    """Names of the facts that differ or are missing on one side, sorted."""
+    """Return the sorted names of the facts that differ, or that only one of the fingerprints
+    has."""
     missing = object()
     names = sorted(was.facts.keys() | now.facts.keys())
     return [
@@ -181,7 +185,7 @@ def changed(was: Fingerprint, now: Fingerprint) -> list[str]:
 
 
 def differences(was: Fingerprint, now: Fingerprint) -> list[str]:
-    """A line for each fact that differs: ``layout.dp: was 2, is 4``."""
+    """Return a line for each fact that differs: ``layout.dp: was 2, is 4``."""
     return [f"{name}: was {_show(was, name)}, is {_show(now, name)}" for name in changed(was, now)]
 
 
@@ -193,7 +197,7 @@ def require_same(
     Args:
         was: fingerprint of the stored state.
         now: fingerprint of this job.
-        of: source of the state for the message, such as ``the memory of job train``.
+        of: description of the stored state for the message, such as ``the memory of job train``.
         accepted: names of facts that may differ, with all facts under them (``accept_changes``).
 
     Raises:
@@ -226,8 +230,9 @@ def _describe_arguments(names: Sequence[str]) -> str:
 
 
 def _describe_batch(was: Fingerprint, names: Sequence[str]) -> str:
-    """Advice on the keys that keep the stored state's batch with any number of replicas; "" if the
-    batch does not differ."""
+    """Return advice on the configuration keys that keep the stored state's global batch with any
+    number of replicas; "" if the batch is unchanged.
+    """
     if not any(name in names for name in _BATCH):
         return ""
     keys = [
@@ -249,7 +254,7 @@ def _is_under(name: str, tops: Collection[str]) -> bool:
 
 
 def _same(a: object, b: object) -> bool:
-    # 1 == 1.0 == True in Python. 1 and 1.0 in a JSON are the same setting; 1 and true are not.
+    # In Python, 1 == 1.0 == True. In a configuration 1 and 1.0 are the same, 1 and true are not.
     return a == b and isinstance(a, bool) == isinstance(b, bool)
 
 

@@ -1,12 +1,12 @@
-"""State of the script that a version holds in addition to the engine's.
+"""State of the training script that a version holds in addition to the engine's state.
 
-A *follower* captures and restores one kind of it: learning-rate schedulers, flags of the engine,
-objects given to ``reft.attach(engine, state={...})``. Features register followers; a session has
-one registry of them.
+A *follower* captures and restores one kind of such state: learning-rate schedulers, flags of the
+engine, objects given to ``reft.attach(engine, state={...})``. Features register followers; a
+session has one registry of them.
 
-A version is the state with which a step begins. So it is restored twice: by the load, so that the
-script can read it, and again when the first step begins. The second time undoes changes that the
-script made in between, for example by drawing random numbers.
+A version is the state with which a step begins. So this state is restored twice: by the load, so
+that the script can read it, and again when the first step begins. The second time undoes changes
+that the script made in between, for example by drawing random numbers.
 """
 
 from __future__ import annotations
@@ -25,41 +25,42 @@ logger = logging.getLogger(__name__)
 
 
 DRAWN = "drawn"
-"""Key of the generator states at the end of the previous step, in versions whose step began without
-a loader. Numbers drawn between the two points most likely made the batch, so a resumed script has
-to draw them again. When the step begins, the generators get the states of the version itself, so
-that other draws in between are not lost."""
+"""Key of the generator states at the end of the previous step, in versions whose step began
+without a loader. Numbers drawn between that end and the beginning of the version's step most
+likely made the batch. So a load restores these states, and a resumed script draws the same
+numbers again. When the first step begins, the generators get their states as of the version's
+step, even if the resumed script has drawn other numbers in between."""
 
 
 class HostState(Protocol):
     """Captures and restores one kind of state.
 
     Attributes:
-        name: its key in a version.
+        name: key of the state in a version.
     """
 
     name: str
 
     @property
     def is_reapplied(self) -> bool:
-        """Whether it is restored again when the first step begins."""
+        """Whether the state is restored again when the first step begins."""
         return True
 
     def capture(self) -> Any:
-        """Return the current state in encodable values. They may alias live objects, since they are
-        encoded before training continues."""
+        """Return the current state in encodable values. The values may alias live objects, since
+        they are encoded before training continues."""
 
     def restore(self, saved: Any) -> None:
         """Restore in place what :meth:`capture` returned. Objects that do not exist yet are
         restored when they are created."""
 
     def findings(self) -> Iterable[str]:
-        """Describe state of this kind that is not restored, each with the line to write. Called
-        once, after the first step."""
+        """Describe state of this kind that a restart would not restore, each with the line of
+        code to write. Called once, after the first step."""
         return ()
 
     def end_step(self) -> str | None:
-        """A step has returned. Returns a warning, if there is one."""
+        """Called after every step. Return a warning, or None."""
         return None
 
     def close(self) -> None:
@@ -89,8 +90,8 @@ class GivenState(HostState):
 
     @property
     def is_reapplied(self) -> bool:
-        # Only generators: a loader has begun its pass by then, and copying a large model a second
-        # time would be slow.
+        # Restore only generators a second time: a loader has begun its pass by then, and copying
+        # a large model again would be slow.
         return objects.is_generator(self.given)
 
     def capture(self) -> Any:
@@ -108,7 +109,7 @@ class GivenState(HostState):
 
 
 def given_name(name: str) -> str:
-    """The key of a given object, in versions and in ``accept_changes``."""
+    """Return the key of an object from ``state={...}``, in versions and in ``accept_changes``."""
     return f"state.{name}"
 
 
@@ -117,28 +118,28 @@ class HostStates:
 
     Args:
         followers: initial followers.
-        accepted: names of given objects that may be missing in a version or in the script
-            (``accept_changes`` of the ``reft`` block).
+        accepted: names of objects from ``state={...}`` that may be missing in a version or in
+            the script (``accept_changes`` of the ``reft`` block).
     """
 
     def __init__(self, followers: Iterable[HostState] = (), accepted: Collection[str] = ()) -> None:
         self._followers = {follower.name: follower for follower in followers}
         self._accepted = frozenset(accepted)
         self._saved: dict[str, Any] | None = None
-        """State that was restored last; None once training continues. Until then captures return it
-        unchanged."""
+        """Host state that was restored last, which captures return unchanged until training
+        continues; None from then on."""
         self._is_due = False
-        """The second restore, at the first step, is still to be done."""
+        """True until the second restore, at the first step, is done."""
 
     def __contains__(self, name: str) -> bool:
         return name in self._followers
 
     def given(self) -> list[Any]:
-        """The objects of the script's ``state={...}``."""
+        """Return the objects that the training script passed to reft as ``state={...}``."""
         return [f.given for f in self._followers.values() if isinstance(f, GivenState)]
 
     def give(self, state: Mapping[str, Any]) -> None:
-        """Follow the objects of the script's ``state={...}``.
+        """Follow the objects that the training script passed to reft as ``state={...}``.
 
         Raises:
             ConfigError: an object has an unsupported type, or the loaded version does not hold it.
@@ -147,7 +148,8 @@ class HostStates:
             self.add(GivenState(name, given))
 
     def add(self, follower: HostState) -> None:
-        """Add a follower. If a version was loaded before, its state is restored at once."""
+        """Add a follower. If a version was loaded before, restore the follower's state from it
+        at once."""
         self._followers[follower.name] = follower
         if self._saved is not None:
             self._restore(follower, self._saved)
@@ -158,7 +160,7 @@ class HostStates:
         return captured | saved
 
     def generators(self) -> dict[str, Any]:
-        """States of the random generators given by the script, by name."""
+        """Return the states of the random generators in the script's ``state={...}``, by name."""
         given = (f for f in self._followers.values() if isinstance(f, GivenState))
         return {f.name: f.capture() for f in given if objects.is_generator(f.given)}
 
@@ -166,10 +168,11 @@ class HostStates:
         """Restore the host state of a version.
 
         Args:
-            saved: None if the version was written before there were followers.
+            saved: the host state by follower; None if the version is from a release without
+                followers.
 
         Raises:
-            ConfigError: it does not hold an object that was given.
+            ConfigError: the version lacks an object that the script passed as ``state={...}``.
         """
         if saved is None:
             given = [name for name in self._followers if name.startswith(given_name(""))]
@@ -206,14 +209,15 @@ class HostStates:
                     follower.restore(self._saved[name])
 
     def begin_step(self, *, is_first: bool) -> None:
-        """A step begins.
+        """Restore the state again in the process's first step, and check that nothing is missing.
 
         Args:
-            is_first: it is the first step of this process. Only then is state restored again: a
+            is_first: True for the first step of this process. Only then is state restored again: a
                 running job that loads a checkpoint may change the restored state on purpose.
 
         Raises:
-            ConfigError: the version holds an object that the script has not given.
+            ConfigError: the version holds an object that the script has not passed as
+                ``state={...}``.
         """
         if self._saved is None:
             return
@@ -236,11 +240,12 @@ class HostStates:
         return name in self._accepted or "state" in self._accepted
 
     def findings(self) -> list[str]:
-        """Describe state of all kinds that is not restored, each with the line to write."""
+        """Describe state of all kinds that a restart would not restore, each with the line of
+        code to write."""
         return [text for follower in self._followers.values() for text in follower.findings()]
 
     def end_step(self) -> list[str]:
-        """A step has returned. Returns warnings."""
+        """Called after every step. Return the warnings of all followers."""
         return [
             text
             for follower in self._followers.values()

@@ -30,8 +30,8 @@ logger = logging.getLogger(__name__)
 
 
 def name_job(config: ReftConfig, control: ControlGroup) -> ReftConfig:
-    """Add the job's name to the block: the configured one or, without one, a name that rank 0
-    derives. Collective.
+    """Add the job's name to the block: the configured one or, without one, a name that rank
+    0 derives. Collective.
 
     Raises:
         ConfigError: the configured names of the ranks differ, or no name could be derived.
@@ -53,8 +53,8 @@ def name_job(config: ReftConfig, control: ControlGroup) -> ReftConfig:
 
 
 def log_sibling_jobs(memory_dir: Path, name: str) -> None:
-    """If there is no memory of job ``name`` but of the same program with other arguments, log how
-    to resume that."""
+    """Log how to resume a job of the same program with other arguments, if this node has its
+    memory and none of job ``name``."""
     program, others = name.rpartition("-")[0], [path.name for path in find_jobs(memory_dir)]
     if name not in others and (others := [n for n in others if n.rpartition("-")[0] == program]):
         logger.warning(
@@ -66,7 +66,7 @@ def log_sibling_jobs(memory_dir: Path, name: str) -> None:
 
 
 _ANOTHER_BATCH = frozenset({"config", "config.train_batch_size"})
-"""Changes that a job accepts only if it accepts another global batch."""
+"""Keys of ``accept_changes`` that allow the job to continue with a different global batch size."""
 
 
 @dataclass
@@ -75,11 +75,14 @@ class Identity:
 
     Attributes:
         fingerprint: fingerprint of the job.
-        config: its block.
-        control: messages between its ranks.
-        restarted: this start follows a failure, so no person is there to change a setting.
-        why_one_size: why the job cannot continue at another degree; "" if it can.
-        is_one_size: for that reason the job cannot use another number of nodes.
+        config: the job's ``reft`` block.
+        control: messages between the job's ranks.
+        restarted: True for an automatic restart after a failure, where no person can change a
+            setting.
+        why_one_size: reason why the job cannot continue with the same results at another
+            data-parallel degree; "" if it can.
+        is_one_size: True if that reason forbids another number of nodes, instead of only
+            changing the results.
     """
 
     fingerprint: Fingerprint
@@ -118,7 +121,8 @@ class Identity:
             control,
             restarted=any(restarts for _, _, restarts in replies),
             why_one_size=why,
-            # A job whose data is bound to a degree may still run at another one.
+            # A job whose data depends on the degree may run at another one, with different
+            # results.
             is_one_size=resizing is None or why not in ("", resizing.data_is_bound),
         )
 
@@ -135,7 +139,7 @@ class Identity:
         """
         was, now = was.without(but), self.fingerprint.without(but)
         if self.restarted:
-            # No person is there to decide: the job continues, and logs it.
+            # In an automatic restart no person can decide: log the differences and continue.
             for line in differences(was.only(AT_LAUNCH), now.only(AT_LAUNCH)):
                 logger.warning("%s, after a restart: %s. The job continues with %s", of, line, of)
             was, now = was.without(AT_LAUNCH), now.without(AT_LAUNCH)
@@ -150,9 +154,9 @@ class Identity:
         Args:
             job_dir: the memory of this node.
             label: name of the version.
-            reads: this rank reads the record of its node.
-            but: facts that may differ. At another degree, or in another layout, it is the same job
-                if the global batch is the same.
+            reads: True if this rank reads the record of its node, for all ranks of the node.
+            but: facts that may differ, since the job may continue at another degree or in
+                another layout with the same global batch.
 
         Raises:
             FingerprintError: on all ranks.
@@ -160,7 +164,7 @@ class Identity:
         record = newest_record(job_dir, label.incarnation) if reads else None
         replies = self.control.gather_bytes(encode(record and list(record)))
         records = {(int(r[0]), str(r[1])) for data in replies if (r := decode(data)) is not None}
-        # A node that was absent has not recorded later incarnations.
+        # A node that was absent lacks the records of later incarnations: use the newest one.
         newest = max((number for number, _ in records), default=0)
         found = []
         for text in sorted(text for number, text in records if number == newest):
@@ -184,10 +188,11 @@ class Identity:
         """Refuse a checkpoint on storage that this job wrote with other settings.
 
         Args:
-            was: its encoded fingerprint; None if it has none.
+            was: encoded fingerprint of the checkpoint; None if it has none.
             of: the checkpoint, for messages.
-            own: this job wrote it. Another job's checkpoint is loaded only if the script names its
-                directory. That is the user's decision, so the differences are only logged.
+            own: True if this job wrote the checkpoint. The differences of another job's
+                checkpoint are only logged: it is loaded only if the script names its directory,
+                which is the user's decision.
             but: facts that may differ.
 
         Raises:

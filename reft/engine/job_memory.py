@@ -1,5 +1,6 @@
-"""The memory of a job on a node (P7): its directory, which is locked while the job runs, and the
-incarnation. Collective: every rank gets the same result or raises the same error."""
+"""The memory of a job on a node (P7): a directory, which is locked while the job runs, and the
+incarnation (number of the start). Collective: every rank gets the same result or raises the same
+error."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ from reft.storage.persisted import job_directory, newest_incarnation
 
 logger = logging.getLogger(__name__)
 
-# Memory that engines of this process hold, by real path
+# Job memory that engines of this process hold, by the directory's resolved path
 held: WeakValueDictionary[str, JobMemory] = WeakValueDictionary()
 
 # Most seconds to wait for the lock: killed trainers hold it until the kernel has freed their memory
@@ -59,7 +60,7 @@ def hold_memory(config: ReftConfig, job_id: str, control: ControlGroup) -> JobLo
         lock for its trainers.
 
     Raises:
-        ConfigError: another engine of this process has the memory.
+        ConfigError: another engine of this process holds the memory.
         JobInUseError: another job, or another start of this one, holds it on some node.
     """
     path = config.memory_dir / job_id
@@ -110,12 +111,12 @@ def _held_by_launcher(path: Path) -> bool:
 def all_or_none(
     attempt: Callable[[], None], control: ControlGroup, refused: Callable[[str], Exception]
 ) -> None:
-    """Run ``attempt`` on all ranks. If it fails on one, raise on all of them. Collective.
+    """Run ``attempt`` on all ranks. If it fails on any rank, raise on all of them. Collective.
 
     Args:
-        attempt: may raise ReftError or OSError.
+        attempt: function that may raise ReftError or OSError.
         control: messages between the ranks.
-        refused: makes the error for ranks on which it did not fail.
+        refused: makes the error for the ranks on which ``attempt`` succeeded.
     """
     own: Exception | None = None
     try:
@@ -159,22 +160,23 @@ def _require_own_files(path: Path, control: ControlGroup) -> None:
 
 
 def agree_on_incarnation(config: ReftConfig, job_dir: JobDir, control: ControlGroup) -> int:
-    """Agree on the incarnation: one more than any node or the storage has recorded (P7).
-    Collective.
+    """Agree on the incarnation, the number of this start: one more than any node or the storage
+    has recorded (P7). Collective.
 
-    It is the number on which the launchers agreed when they started the trainers, unless storage
-    has a later one. Older starts cannot write to storage from here on.
+    It equals the number on which the launchers agreed when they started the trainers, unless
+    storage has recorded a later one. From here on, older starts of the job cannot write to
+    storage.
 
     Raises:
-        FencedError: another start of the job has claimed the storage with the same number. Raised
-            on all ranks.
+        FencedError: another start of the job has claimed the storage with the same number.
+            Raised on all ranks.
     """
     job_id, disk = job_dir.job_id, config.persist.dir if control.rank == 0 else None
     seen = max(job_dir.newest_incarnation(), int(os.environ.get(ENV_INCARNATION, "0")) - 1)
     if disk is not None:
         try:
             seen = max(seen, newest_incarnation(job_directory(disk, job_id), job_id))
-        except (ReftError, OSError) as error:  # the job can run without storage
+        except (ReftError, OSError) as error:  # The job can run without storage
             logger.warning("the incarnations on disk cannot be read: %s", error)
     incarnation = 1 + max(values[0] for values in control.gather_ints([seen]))
 
@@ -234,7 +236,8 @@ class JobMemory:
         held[os.path.realpath(self.job_dir.path)] = self
 
     def count_on(self, incarnation: int) -> None:
-        """Continue with this incarnation, unless the current one is later. Called on all ranks."""
+        """Set the incarnation to ``incarnation``, unless the current one is later. Called on all
+        ranks."""
         self.incarnation = max(self.incarnation, incarnation)
         self._note()
 
@@ -253,14 +256,16 @@ class JobMemory:
             self.identity.record(self.job_dir.path, self.incarnation)
 
     def remake(self) -> None:
-        """Create this node's memory again with the same secret, after it was removed."""
+        """Create the job's directory on this node again, with the same secret, after it was
+        removed."""
         made = self.job_dir
         JobDir.open_or_create(made.path.parent, made.job_id, node=made.node, secret=made.secret)
         self.record_identity()
         self._note()
 
     def describe_save(self, step: int) -> dict[str, Any]:
-        """Description of the saving job for a host file next to DeepSpeed's checkpoint."""
+        """Return a description of this job for the host-state file that it writes next to
+        DeepSpeed's checkpoint."""
         return {
             "job_id": self.job_dir.job_id,
             "incarnation": self.incarnation,

@@ -39,8 +39,9 @@ class JobRecord:
         self._store = store
         self._lost_until = 0.0
         self._noted: bytes | None = None
-        # Appended by the worker thread and popped by this record's. Each operation is atomic, and a
-        # newer commit replaces one that was not recorded yet: no lock is needed.
+        # Newest commit that is not recorded yet: appended by the worker thread, popped by this
+        # record's thread. No lock is needed, since both operations are atomic and a newer commit
+        # replaces an older one.
         self._newest: deque[VersionId] = deque(maxlen=1)
         self._wake, self._closing = threading.Semaphore(0), False
         self._thread: threading.Thread | None = None
@@ -52,8 +53,8 @@ class JobRecord:
         Args:
             endpoint: ``host:port``; None for no store.
             job_id: name of the job.
-            answer_secs: time limit of each request. If the store does not answer now, it is not
-                used.
+            answer_secs: time limit of each request. A store that does not answer the first one
+                is not used.
         """
         store = None
         try:
@@ -91,7 +92,7 @@ class JobRecord:
             self._lost_until = time.monotonic() + _SILENT_SECS
 
     def newest_commit(self) -> VersionId | None:
-        """The newest commit recorded; None if there is none, or no store.
+        """Return the newest commit recorded; None if there is none, or no store.
 
         Raises:
             TransferError: the store does not answer.
@@ -101,15 +102,16 @@ class JobRecord:
             if self._store is None or not self._store.check([key]):
                 return None
             return _label(self._store.get(key))
-        except Exception as error:  # the caller reports any error to its peers, which wait for it
+        # The peers wait for this rank, so the caller must be able to report any error to them.
+        except Exception as error:
             raise TransferError(
                 "the rendezvous store does not say what the job had committed: "
                 f"{type(error).__name__}: {error}"
             ) from error
 
     def committed(self, label: VersionId, peer_errors: PeerErrors) -> None:
-        """Record a commit on another thread, so that no vote waits for the store. Of commits that
-        arrive while the store is busy, only the newest is recorded."""
+        """Queue a commit for the thread that records it, so that no vote waits for the store. If
+        several commits arrive while the store is busy, only the newest is recorded."""
         self._newest.append(label)
         self._wake.release()
         if self._thread is None:
@@ -134,7 +136,8 @@ class JobRecord:
         closing = False
         while not closing:
             self._wake.acquire()
-            # Read before the queue: a commit that is appended before close() is still recorded.
+            # Read the flag before the queue, so that a commit appended before close() is still
+            # recorded.
             closing = self._closing
             while self._newest:
                 peer_errors.run_guarded(
@@ -149,7 +152,7 @@ def _label(note: bytes) -> VersionId:
 
 
 def noted_commit(record: JobRecord, control: ControlGroup, job_id: str) -> str:
-    """Read the newest commit from the rendezvous store. Collective; called if neither memory nor
+    """Return the newest commit in the rendezvous store. Collective; called if neither memory nor
     storage holds a version.
 
     Returns:

@@ -1,8 +1,8 @@
 """Implements ``load_checkpoint``: restores the newest state from the job's memory or from
 checkpoints on storage.
 
-The recovered version is complete and protected again on every node before the first step. Until
-then its sources are not overwritten (P3).
+Before the first step, the recovered version is complete and protected again on every node. Until
+then the arenas that it is read from are not overwritten (P3).
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class ResumePoint:
     Attributes:
         path: path that was returned to the script.
         client_state: client state that was returned to the script.
-        source: the checkpoint, or the version in memory; None if only DeepSpeed found it.
+        source: the checkpoint, or the version in memory; None for a checkpoint that only
+            DeepSpeed found.
     """
 
     path: Any
@@ -42,7 +43,8 @@ class ResumePoint:
 
     @property
     def is_the_jobs_own(self) -> bool:
-        """Whether this job wrote it; the script's directory may hold another job's checkpoint."""
+        """Whether this job wrote the state; the script's directory may hold another job's
+        checkpoint."""
         if isinstance(self.source, DiskCheckpoint):
             return self.source.label is not None
         return self.source is not None
@@ -68,9 +70,9 @@ class Restorer:
 
     Args:
         context: the job.
-        session: the session to restore.
-        memory: restores it from the job's memory.
-        checkpoints: restores it from storage.
+        session: the session whose engine is restored.
+        memory: restores the session from the job's memory.
+        checkpoints: restores the session from storage.
     """
 
     def __init__(
@@ -82,11 +84,12 @@ class Restorer:
     ) -> None:
         self._context, self._session = context, session
         self._memory, self._checkpoints = memory, checkpoints
-        self._trains = False  # This process has begun to train
+        self._trains = False  # Whether this process has begun its first step
         self._resumed: ResumePoint | None = None
         self._bases: list[LoadCall] = []  # Loads of base weights before the first step
         self._tagged: LoadCall | None = None
-        """A load by tag before the first step; the session is not started until that step."""
+        """Load of a checkpoint by its tag before the first step; None if there was none. The
+        session does not start before that step."""
 
     @property
     def has_resumed(self) -> bool:
@@ -94,7 +97,8 @@ class Restorer:
         return self._resumed is not None
 
     def begin_step(self) -> None:
-        """A training step begins: the state loaded until now is what the job starts from."""
+        """Called when a training step begins. In the first step, fix the state that the job
+        starts from: the one loaded so far."""
         if not self._trains and not self._session.started:
             self._start_at_first_step()
         self._trains = True
@@ -118,7 +122,8 @@ class Restorer:
             return self._load_newest(call) if call.tag is None else self._load_before_start(call)
         if call.tag is None and self._resumed is not None and not self._trains:
             return self._load_newer(call, self._resumed)
-        if call.load_dir is None:  # reft.resume has no effect once the job has started
+        # A call of reft.resume, which has no effect once the job has started
+        if call.load_dir is None:
             return None, None
         return self._go_back(call)
 
@@ -168,8 +173,8 @@ class Restorer:
     def _survey_own_layout(
         self, plan: RecoveryPlan, error: LayoutError
     ) -> tuple[Recovery, RecoveryPlan | NotRecoverable]:
-        """Survey memory for versions of this job's layout, after one of another layout could not
-        be converted."""
+        """Search memory for versions in this job's own layout, after a version in another layout
+        could not be converted."""
         why = f"{plan.label} of {plan.written}: {error}"
         if self._context.is_rank_zero:
             logger.warning("the memory of job %s is not used: %s", self._context.job_id, why)
@@ -196,8 +201,8 @@ class Restorer:
         return result
 
     def _load_newer(self, call: LoadCall, resumed: ResumePoint) -> tuple[Any, Any]:
-        """Load a complete state a second time. Only a checkpoint that is newer than the loaded
-        version, or differs from the loaded checkpoint, replaces the first."""
+        """Handle a second load of a complete state. Only a checkpoint that is newer than the
+        loaded version, or that differs from the loaded checkpoint, replaces the first state."""
         source = resumed.source
         for checkpoint in self._checkpoints.disk.find(call.directory).checkpoints:
             if checkpoint == source:
@@ -213,7 +218,7 @@ class Restorer:
     # -- while the job trains ----------------------------------------------------------------------
 
     def _go_back(self, call: LoadCall) -> tuple[Any, Any]:
-        """Load in a running job, for example to go back to before a loss spike."""
+        """Load an older state into a running job, for example one from before a loss spike."""
         if call.tag is None:
             found = self._checkpoints.disk.find(call.directory)
             if (resumed := self._load_first_sound(call, found.checkpoints)) is not None:
@@ -226,10 +231,11 @@ class Restorer:
     # -- base weights ------------------------------------------------------------------------------
 
     def _load_base(self, call: LoadCall) -> tuple[Any, Any]:
-        """Load weights without an optimizer: a job starts from them, but never resumes them (P3).
+        """Load weights without an optimizer. A job may start from these weights, but never
+        resumes from them (P3).
 
-        If this job has resumed its own state, they are ignored: its script loads them again only
-        because it did so at the first start.
+        They are ignored if this job has resumed its own state: the script loads them at every
+        start, but only the first start needs them.
         """
         resumed = self._resumed
         if resumed is not None and not self._trains and resumed.is_the_jobs_own:
@@ -268,8 +274,8 @@ class Restorer:
     def _load_first_sound(
         self, call: LoadCall, checkpoints: Iterable[DiskCheckpoint]
     ) -> tuple[Any, Any] | None:
-        """Load the first checkpoint that is not damaged, and report damaged ones. Returns None if
-        there is none."""
+        """Load the first checkpoint that is not damaged, and report damaged ones. Returns None
+        if no sound one is found."""
         for checkpoint in checkpoints:
             try:
                 return self._note_resumed(*self._checkpoints.load(checkpoint, call), checkpoint)
@@ -285,8 +291,8 @@ class Restorer:
         return path, client_state
 
     def _start_at_first_step(self) -> None:
-        """The script trains without having resumed: warn of the consequences before the first step
-        (P12)."""
+        """Start the session in a script that trains without having resumed, and warn of the
+        consequences before the first step (P12)."""
         left_out = () if self._bases else conditional_loads()
         did = describe_restore(self._bases, self._tagged, left_out)
         to_write = describe_resume_lines(self._bases, self._tagged)

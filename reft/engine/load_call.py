@@ -11,8 +11,8 @@ from typing import Any
 from reft.wrapping import bind
 
 _BASE_ONLY = (("load_module_only", True), ("load_optimizer_states", False))
-"""Options with which DeepSpeed loads less than a training state. A job may start from that, but not
-resume."""
+"""Options with which DeepSpeed loads less than a complete training state: a job can start from
+the result, but not resume from it."""
 
 
 @dataclass(frozen=True)
@@ -21,9 +21,9 @@ class LoadCall:
 
     Attributes:
         original: DeepSpeed's method.
-        load_dir: its first argument; None for :func:`reft.resume`.
+        load_dir: first argument of the call; None for :func:`reft.resume`.
         tag: the checkpoint that the script names; None for the newest.
-        options: the other arguments, by name.
+        options: the remaining arguments of the call, by name.
     """
 
     original: Callable[..., tuple[Any, Any]]
@@ -52,7 +52,7 @@ class LoadCall:
         return None
 
     def by_deepspeed(self) -> tuple[Any, Any]:
-        """Let DeepSpeed load. Returns its path and client state, or ``(None, None)``."""
+        """Let DeepSpeed load. Return DeepSpeed's path and client state, or ``(None, None)``."""
         return self.original(self.load_dir, tag=self.tag, **self.options)
 
     def __str__(self) -> str:
@@ -70,9 +70,10 @@ def describe_restore(
     """Describe what a script that has not resumed did before its first step, for messages.
 
     Args:
-        bases: its loads of base weights.
-        tagged: its load of a checkpoint by name.
-        left_out: descriptions of its loads that a condition skipped.
+        bases: the script's loads of base weights.
+        tagged: the script's load of a checkpoint by its tag; None if there was none.
+        left_out: descriptions of loads in the script that were skipped by a condition such as
+            ``if``.
     """
     if tagged is not None:
         return f"the script names the checkpoint that it resumes: {tagged}"
@@ -84,7 +85,7 @@ def describe_restore(
 
 
 def describe_resume_lines(bases: Sequence[LoadCall], tagged: LoadCall | None) -> str:
-    """Advice on the line that makes the script resume the newest state."""
+    """Return advice on the line that makes the script resume the newest state."""
     if "transformers.trainer" in sys.modules:
         return "Write trainer = reft.hf.resumable(trainer) before trainer.train()"
     calls = [tagged] if tagged is not None else bases

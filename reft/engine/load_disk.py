@@ -37,7 +37,8 @@ class CheckpointEngine(TrainingEngine, Protocol):
     def resizing(self) -> LayoutChange: ...
 
     def restore_beside_checkpoint(self, state: dict[str, Any], *, scheduler: bool) -> None:
-        """Restore the state that the program's checkpoint does not hold, after it was loaded."""
+        """Restore the state that the program's checkpoint lacks. Called after that checkpoint
+        was loaded."""
 
 
 class LoadedSession(RestorableSession, Protocol):
@@ -54,14 +55,14 @@ class CheckpointLoader:
     Args:
         context: the job.
         engine: the context's engine, which loads checkpoints of its own.
-        session: the session to restore.
+        session: the session whose engine is restored.
         memory: restores arenas.
         job_memory: identity and incarnation of the job.
 
     Attributes:
         disk: finds and checks checkpoints.
-        unprotected: a checkpoint without reft's state was loaded. Its program still has to read
-            counters and random states from it, so no version can be taken yet.
+        unprotected: True if a checkpoint without reft's state was loaded. The training program
+            still has to read counters and random states from it, so no version can be taken yet.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class CheckpointLoader:
         Args:
             checkpoint: the checkpoint.
             call: the script's call, for DeepSpeed.
-            start: start the session if it is not started.
+            start: True to start the session if it is not started.
 
         Returns:
             The path and the client state for the script.
@@ -97,8 +98,8 @@ class CheckpointLoader:
                 any tensor is written.
         """
         state = None
-        # Arenas are verified block by block while they are loaded (P5). A running job has a state
-        # to lose, so they are checked before.
+        # Arenas are verified block by block while they are loaded (P5). A running job would lose
+        # its state if one were damaged, so its arenas are checked before the load as well.
         if checkpoint.arenas is None or self._session.started:
             state = self.disk.check(checkpoint)
         if self._session.started:
@@ -115,8 +116,8 @@ class CheckpointLoader:
         """Load the checkpoint named by the call, or by the file ``latest``.
 
         Returns:
-            The checkpoint, and path and client state for the script. If no checkpoint is found, it
-            is None, and DeepSpeed handles the call.
+            The checkpoint, and the path and client state for the script. If reft finds no
+            checkpoint, the first is None and DeepSpeed has handled the call.
 
         Raises:
             PersistError: the checkpoint is damaged.
@@ -134,8 +135,8 @@ class CheckpointLoader:
     def count_beyond(self, *checkpoints: DiskCheckpoint) -> None:
         """Continue with an incarnation above those of the checkpoints (P3).
 
-        If this node's memory was lost, the directory that the script loads from may hold newer
-        incarnations than this node knows. All ranks have found the same checkpoints.
+        If this node's memory was lost, the checkpoints may be of later incarnations than this
+        node knows. All ranks pass the same checkpoints.
         """
         seen = (c.label.incarnation for c in checkpoints if c.label is not None)
         self._job_memory.count_on(1 + max(seen, default=0))
@@ -188,7 +189,8 @@ class CheckpointLoader:
         Args:
             call: the script's call.
             checkpoint: the checkpoint; None if reft has found none.
-            state: this rank's host state from the file next to them; None if a rank has none.
+            state: this rank's host state, from the file next to DeepSpeed's; None if any rank
+                has no such file.
             start: start the session if it is not started.
         """
         session, context = self._session, self._context
@@ -202,7 +204,7 @@ class CheckpointLoader:
             where = context.control, context.topology, change, checkpoint.path, was
             if self._every_replica_has_all(was):
                 state = read_replica_host_state(*where)
-            else:  # DeepSpeed cannot load this layout
+            else:  # DeepSpeed cannot load a checkpoint of another layout
                 converted = restore_checkpoint(*where, restore=self._engine.restore)
         if converted is not None and checkpoint is not None:
             path, client_state = str(checkpoint.path), read_client_state(converted)
@@ -229,12 +231,13 @@ class CheckpointLoader:
         return path, client_state
 
     def _other_layout(self, checkpoint: DiskCheckpoint) -> Degrees | None:
-        """The checkpoint's layout if it differs from this job's; otherwise None."""
+        """Return the checkpoint's layout if it differs from this job's; otherwise None."""
         return other_layout(self._context.control, self._context.topology, checkpoint.path)
 
     def _every_replica_has_all(self, was: Degrees) -> bool:
-        """Whether this job differs from ``was`` only in the number of replicas, and no state is
-        partitioned among them."""
+        """Return whether this job differs from ``was`` only in the number of replicas, and no state
+        is partitioned among them.
+        """
         return (
             only_replicas_differ(was, self._context.topology.degrees)
             and not self._engine.adapter.images()[1].specs

@@ -1,7 +1,7 @@
 """Restores a session from the job's memory, for every kind of engine.
 
-The recovered version is complete and protected again on every node before the first step. Until
-then its sources are not overwritten (P3).
+Before the first step, the recovered version is complete and protected again on every node. Until
+then the arenas that it is read from are not overwritten (P3).
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Target:
 
     Args:
         context: the job.
-        version: source of the version, for messages.
+        version: description of the version and its source, for messages.
 
     Attributes:
         state: the host state for this rank; set by :meth:`prepare`.
@@ -119,7 +119,8 @@ class Target:
         from reft.relayout.restore import Relayout
 
         source = ArenaSource(hosts, was, self._version)
-        assert engine.resizing is not None  # else versions of other layouts are not surveyed
+        # Otherwise versions of other layouts are not surveyed
+        assert engine.resizing is not None
         relayout = Relayout(context.control, context.topology, engine.resizing, source)
         self.state = relayout.prepare()
         self._parts = source.parts
@@ -130,7 +131,7 @@ class Target:
 
         Args:
             fetch: names the block.
-            data: its bytes, 1-D uint8 in host memory.
+            data: bytes of the block, 1-D uint8 in host memory.
 
         Returns:
             The checksum of ``data``.
@@ -162,7 +163,8 @@ def write_and_hash(parts: Iterable[Pair], data: torch.Tensor, hasher: HashingCop
     """Copy parts of a block and compute its checksum in one pass.
 
     Args:
-        parts: pairs of a target on the host and its part of ``data``, in the order of ``data``.
+        parts: pairs of target memory on the host and the part of ``data`` to copy there, in the
+            order of ``data``.
         data: the block, 1-D uint8 on the host.
         hasher: copies and hashes.
 
@@ -193,7 +195,7 @@ def stored_participant(context: JobContext, version: Path, job_id: str) -> Parti
     the version.
 
     All nodes can read all arenas, so the reads are divided: a node reads the arenas of its own
-    ranks, and an equal share of the arenas of another layout.
+    ranks and, if the layout was another one, a share of those that belong to no present rank.
     """
     topology, node = context.topology, context.node
     nodes = sorted(set(topology.nodes))
@@ -210,8 +212,8 @@ def completing(context: JobContext, record: ProtectionRecord) -> StoreConfig | N
     """Configure how the recovered version is stored on a node that has no arena of it.
 
     Returns:
-        The configuration, with a slot that has no file; None if the arena cannot be laid out before
-        the session starts.
+        The configuration, with the first free slot (one without an arena file); None if the
+        arena cannot be laid out before the session starts.
     """
     config, at = context.config, context.coordinate
     if config.memory_limit_bytes is not None or config.recompute:
@@ -242,11 +244,12 @@ def completing(context: JobContext, record: ProtectionRecord) -> StoreConfig | N
 def is_still_protected(
     context: JobContext, scheme: str, headers: Iterable[ArenaHeader], outcome: RecoveryOutcome
 ) -> bool:
-    """Whether the recovered version is stored as this incarnation would store it. Collective.
+    """Return whether the recovered version is stored as this incarnation would store it.
+    Collective.
 
-    That is so if every rank has the complete arena of its own coordinate in its own slots, with the
-    same degrees and the active scheme, and no block had to be repaired. Then the version need not
-    be taken again: it stays until a newer one is committed.
+    True if every rank has the complete arena of its own coordinate in its own slots, with the
+    same degrees and the active scheme, and no block had to be repaired. Then the version need
+    not be taken again: its arenas stay until a newer version is committed.
 
     Args:
         context: the job.
@@ -262,7 +265,8 @@ def is_still_protected(
 
 
 def may_differ(was: Degrees, now: Degrees) -> tuple[str, ...]:
-    """Facts of the fingerprint that may differ when a version of layout ``was`` is restored."""
+    """Return facts of the fingerprint that may differ when a version of layout ``was`` is
+    restored."""
     if was == now:
         return ()
     return BY_REPLICAS if only_replicas_differ(was, now) else BY_LAYOUT
@@ -301,7 +305,8 @@ class MemoryRestorer:
         self._job_memory, self._state = memory, state
         self._protection, self._faults = protection, faults
         self._rng: dict[str, Any] | None = None
-        # The script draws random numbers to make its batch before it trains
+        # True if the script reads its data itself, so its random draws before the first step
+        # make the batch
         self._is_read_by_script = False
         self.client_state = ClientStateView()
 
@@ -312,11 +317,12 @@ class MemoryRestorer:
         """Find the newest version that can be restored. Collective.
 
         Args:
-            me: this rank in a recovery from storage; None for the memory of all nodes.
+            me: this rank as a participant in a recovery from storage; None to recover from the
+                memory of all nodes.
             any_layout: accept versions of other layouts, if the engine can load them.
 
         Returns:
-            The recovery, and its plan.
+            The recovery, and its plan or the reason why nothing can be recovered.
         """
         context = self._context
         any_layout = any_layout and context.engine.resizing is not None
@@ -345,7 +351,7 @@ class MemoryRestorer:
 
         Args:
             recovery: result of :meth:`survey`.
-            version: source of the version, for messages.
+            version: description of the version and its source, for messages.
 
         Returns:
             The outcome, and the host state.
@@ -385,7 +391,8 @@ class MemoryRestorer:
             repaired=[str(r) for r in outcome.repaired],
             secs=time.perf_counter() - began,
         )
-        # P3: the slots of the recovered version stay until a newer one is committed.
+        # P3: the slots of the recovered version are not overwritten until a newer one is
+        # committed.
         job_dir = context.job_dir
         held = slots_with(job_dir.path, job_dir.secret, local_rank(), label)
         self._session.start(dict.fromkeys(held, label))
@@ -396,7 +403,7 @@ class MemoryRestorer:
         return outcome
 
     def after_restore(self, state: dict[str, Any]) -> None:
-        """Restore the parts of a host state that do not belong to the engine."""
+        """Restore the parts of a host state that the engine does not restore itself."""
         part = self._state
         if part.data is not None:
             part.data.restore(state.get("data") or {}, state.get("rng"))
@@ -410,15 +417,16 @@ class MemoryRestorer:
         self._session.restored()
 
     def keep_rng(self) -> None:
-        """Save the random states that the program has loaded; :meth:`restore_rng` returns to
-        them."""
+        """Save the current random states, which the program has loaded, for :meth:`restore_rng`."""
         self._rng = capture_rng()
 
     def restore_rng(self, *, marked: bool = False) -> None:
-        """Training begins: undo the random draws that the script has made since the load.
+        """Restore the random states as of the load when training begins, which undoes the
+        script's draws since then. Does nothing if these draws made the script's batch.
 
         Args:
-            marked: the script has marked the beginning of a step, and makes its batch after that.
+            marked: True if the script has announced the step (``reft.begin_step``) and has not
+                yet made its batch.
         """
         if self._rng is not None and (marked or not self._is_read_by_script):
             restore_rng(self._rng)
@@ -441,12 +449,12 @@ class MemoryRestorer:
     # -- refusals ---------------------------------------------------------------------------------
 
     def refuse_silent_restart(self, plan: RecoveryPlan | NotRecoverable, beside: str = "") -> None:
-        """Check that a job without a recoverable version is new. If it had made progress, raise.
+        """Raise if a job without a recoverable version is not new but had made progress.
         Collective.
 
         Args:
             plan: why no version can be recovered.
-            beside: lines that describe damaged checkpoints on storage.
+            beside: text about damaged checkpoints on storage; "" if there are none.
 
         Raises:
             UnrecoverableError: the job had made progress, or storage holds only damaged
@@ -482,13 +490,14 @@ class MemoryRestorer:
     def refuse_to_overwrite(
         self, plan: RecoveryPlan, did: str, to_write: str, *, persistable: bool
     ) -> NoReturn:
-        """Raise NotResumedError: the script trains, and has not resumed the version in memory.
+        """Raise NotResumedError, because the script trains without having resumed the version in
+        memory.
 
         Args:
             plan: plan of the version that could be restored.
             did: description of what the script did.
             to_write: advice on the lines that resume.
-            persistable: a checkpoint can be written from memory.
+            persistable: True if a checkpoint can be written from memory.
         """
         job = self._context.job_id
         persist = f"'reft persist --job {job} --out DIR' writes a checkpoint to DIR/{job}; "
@@ -521,7 +530,7 @@ class MemoryRestorer:
             logger.warning("resumed at step %d from %s in %.2f s%s", step, source, secs, after)
 
     def made_first_step(self) -> None:
-        """The first step of this process has ended, and with it the recovery, if there was one."""
+        """Record that the first step of this process has ended, which also ends a recovery."""
         self.note(history.STEPPED)
         job_dir, events = self._context.job_dir.path, self._context.events
         if local_rank() == 0 and events.enabled and (rounds := history.read_history(job_dir)):

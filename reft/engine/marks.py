@@ -1,4 +1,5 @@
-"""Time marks of a start. Imported in every process: standard library only."""
+"""Time marks of a start. Every process imports this module, so it uses the standard library
+only."""
 
 from __future__ import annotations
 
@@ -20,11 +21,12 @@ def mark(name: str) -> None:
 
 
 def times() -> dict[str, float]:
-    """Times of the marks, in Unix seconds of this host; marks that were not reached are missing.
+    """Return the time of each mark in Unix seconds of this host, without marks that were not
+    reached.
 
-    The names: the script begins (BEGAN), process groups are being created (GROUPS) and exist
-    (GROUPED), the engine is being created (ENGINE) and exists (BUILT), the survey of memory begins
-    (SURVEY), and all ranks have agreed on what to restore (AGREED).
+    The marks: the script begins (BEGAN), process groups are being created (GROUPS) and exist
+    (GROUPED), the engine is being created (ENGINE) and exists (BUILT), the survey of memory
+    begins (SURVEY), and all ranks have agreed on what to restore (AGREED).
     """
     return dict(_times)
 

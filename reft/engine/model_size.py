@@ -12,15 +12,16 @@ from reft.grid import Coordinate
 
 TRAINED_FLOPS, FROZEN_FLOPS = 6, 4  # Operations of one parameter for one token
 EXPERTS = -1
-"""Marks an unknown number: a token passes through only some experts, and the engine does not expose
-how many."""
+"""Stands for an unknown number of operations: a token passes through only some experts, and the
+engine does not expose how many."""
 
 
 def own_flops_per_token(engine: Any, at: Coordinate) -> int:
-    """Operations per token of the parameters that this rank reports.
+    """Return operations per token of the parameters that this rank reports.
 
-    Each parameter is reported by one rank: by the first replica, a tied parameter by the first of
-    its stages, and a parameter that all tensor-parallel ranks hold by the first of them.
+    Each parameter is reported by exactly one rank, which belongs to the first replica: for a
+    tied parameter, on the first stage that has it; for a parameter that all tensor-parallel
+    ranks hold, the first of these ranks.
 
     Returns:
         The operations; :data:`EXPERTS` if the model has experts.
@@ -36,7 +37,8 @@ def own_flops_per_token(engine: Any, at: Coordinate) -> int:
         getattr(p, "ds_numel", p.numel()) * (TRAINED_FLOPS if p.requires_grad else FROZEN_FLOPS)
         for p in parameters
         if p not in others
-        # A parameter with one of these marks is split: each tensor-parallel rank has a part.
+        # A parameter with one of these attributes is split: each tensor-parallel rank has a
+        # part.
         and (at.tp == 0 or getattr(p, "tensor_model_parallel", getattr(p, "model_parallel", False)))
     )
 
@@ -51,20 +53,21 @@ def _tied_elsewhere(module: Any) -> Iterator[Any]:
 
 
 def flops_per_token(gathered: Iterable[int]) -> int:
-    """Operations per token of the complete model, from the reports of all ranks."""
+    """Return operations per token of the complete model, from the reports of all ranks."""
     found = list(gathered)
     return EXPERTS if EXPERTS in found else sum(found)
 
 
 def tokens_per_sample(micro_batch: int, inputs: Any) -> int:
-    """Tokens of a sample, from the first micro-batch of token ids in the inputs of a forward pass.
+    """Return the number of tokens of a sample, from the first micro-batch of token ids in the
+    inputs of a forward pass.
 
     Args:
         micro_batch: samples in a micro-batch.
         inputs: tensors in lists, tuples and mappings.
 
     Returns:
-        0 if there is no such tensor.
+        The number of tokens; 0 if there is no such tensor.
     """
     for tensor in _tensors(inputs):
         is_integer = tensor.dtype in (torch.int64, torch.int32)

@@ -23,8 +23,8 @@ class NodeIdentity:
 
     Attributes:
         node: name given by the launcher, otherwise the host's name.
-        declared: the user has named the node (``--node-id``), which declares that it fails
-            independently of others.
+        declared: True if the user has named the node (``--node-id``) and thereby declared that
+            it fails independently of other nodes.
         host_name: name of the host.
         kernel: identity of the running kernel, equal for all processes and containers on a host.
     """
@@ -47,10 +47,11 @@ class NodeIdentity:
 
 
 def read_hosts(places: Sequence[NodeIdentity]) -> tuple[str, ...]:
-    """The failure domain of each rank (P4): its declared node, otherwise its host. Pure.
+    """Return the failure domain of each rank (P4): the declared node, or the host if none is
+    declared. Pure.
 
-    All ranks of a host use the host name of its first rank, since containers may have names of
-    their own.
+    All ranks of a host use the host name that its first rank sees, since containers may have
+    host names of their own.
     """
     names: dict[str, str] = {}
     for place in places:
@@ -62,8 +63,9 @@ def read_hosts(places: Sequence[NodeIdentity]) -> tuple[str, ...]:
 
 
 def declared_on_one_host(places: Sequence[NodeIdentity]) -> tuple[str, ...]:
-    """Declared nodes that share a host with another node. Pure. They are declared to fail
-    independently, which cannot be checked, but the tolerance depends on it."""
+    """Return the declared nodes that share a host with another node. Pure. The tolerance relies
+    on the user's declaration that they fail independently, which cannot be checked.
+    """
     nodes = {place.node: place.kernel for place in places if place.declared}
     kernels = list(nodes.values())
     return tuple(sorted(node for node, kernel in nodes.items() if kernels.count(kernel) > 1))

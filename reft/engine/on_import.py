@@ -1,8 +1,9 @@
 """Hooks reft into ``deepspeed.initialize`` when DeepSpeed is imported, and into the programs of
 integrations.
 
-``import reft`` installs the hooks, with any launcher. torch and DeepSpeed are not imported before
-the script does so; in a job without the block only this module is imported, without effect (P10).
+``import reft`` installs the hooks, with any launcher. torch and DeepSpeed are not imported
+before the script does so; in a job without a ``reft`` block only this module is imported,
+without effect (P10).
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ class PostImportFinder(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname != self.name:
             return None
-        # Not importlib.util.find_spec(), which would call this finder again. Wait for the module to
-        # be executed, since a search is not an import: transformers searches for DeepSpeed long
-        # before it imports it.
+        # importlib.util.find_spec() would call this finder again. Wait until the module is
+        # executed: a search for it is not an import (transformers searches for DeepSpeed long
+        # before importing it).
         others = [finder for finder in sys.meta_path if finder is not self]
         found = (finder.find_spec(fullname, path, target) for finder in others)
         spec = next((spec for spec in found if spec is not None), None)
@@ -56,15 +57,15 @@ class PostImportFinder(MetaPathFinder):
                 sys.meta_path.remove(self)
                 self._callback()
 
-        # Patch the loader's instance: the spec keeps its real loader, which finds resources and
-        # sources.
+        # Patch the loader object instead of replacing it: the real loader also finds resources
+        # and sources.
         spec.loader.exec_module = execute_and_call  # type: ignore[method-assign]
         return spec
 
 
 def hook_imports() -> None:
-    """Run :func:`install` as soon as DeepSpeed is imported, or now if it is already. If
-    ``REFT_CONFIG`` names a block, install integrations into their programs too."""
+    """Run :func:`install` as soon as DeepSpeed is imported, or now if that has happened. If
+    ``REFT_CONFIG`` names a ``reft`` block, also install the integrations into their programs."""
     if hasattr(sys.modules.get("deepspeed"), "initialize"):
         _install()
     else:
@@ -75,7 +76,8 @@ def hook_imports() -> None:
 
 
 def _call_behind(name: str, callback: Callable[[], None]) -> None:
-    """Call ``callback`` once after a module was imported; repeated calls have no effect."""
+    """Call ``callback`` once after the module ``name`` is imported. A second request for the
+    same module has no effect."""
     finders = [finder for finder in sys.meta_path if isinstance(finder, PostImportFinder)]
     if all(finder.name != name for finder in finders):
         sys.meta_path.insert(0, PostImportFinder(name, callback))
@@ -92,7 +94,8 @@ def _install() -> None:
 
 
 def _install_into(name: str, function: str) -> None:
-    """Install an integration. The job has a block, so a failure is raised as an error."""
+    """Install an integration. A failure is raised, since a job with a ``reft`` block must not
+    run without it."""
     import_module("reft.integrations").load(function)(sys.modules[name])
 
 
@@ -110,7 +113,7 @@ def avoid_build_at_start() -> None:
 
 
 _INSTALLED = "_reft_installed"
-_MOST_BYTES = 4 * 2**20  # Larger files are not read as configurations
+_MOST_BYTES = 4 * 2**20  # Size limit of files that are read as configurations
 
 
 def install() -> None:
@@ -179,7 +182,8 @@ def _initialize(
 
 
 def _has_block(config: Any) -> bool:
-    """Whether the configuration has a block, or ``reft profile`` runs, which needs no block."""
+    """Return whether the configuration has a ``reft`` block, or ``reft profile`` runs, which
+    needs none."""
     from reft.naming import BLOCK_NAME
 
     return bool(os.environ.get(ENV_PROFILE)) or (
@@ -207,7 +211,7 @@ def _prepare() -> None:
     end_in_words()
     warn_abandoned_builds()
     avoid_build_at_start()
-    # Process groups may exist already if the block was not known before.
+    # If the block became known only now, process groups may exist already.
     if not (dist.is_initialized() or isinstance(deepspeed.init_distributed, functools.partial)):
         wrap(deepspeed, "init_distributed", init_distributed)
         deepspeed.comm.init_distributed = deepspeed.init_distributed
@@ -223,7 +227,8 @@ def _config_among(
 
     try:
         given = inspect.signature(original).bind_partial(*args, **kwargs).arguments
-    except TypeError:  # DeepSpeed raises its own error
+    # The arguments do not fit the signature; the real call will fail with DeepSpeed's own error
+    except TypeError:
         return None
     config = given.get("config") or given.get("config_params")
     config = config or getattr(given.get("args"), "deepspeed_config", None)
@@ -235,8 +240,9 @@ def _config_among(
 
 
 def _is_likely_wanted() -> bool:
-    """Whether the script or a file on its command line mentions the block; the configuration itself
-    is not read yet."""
+    """Return whether the script or a file on its command line mentions a ``reft`` block.
+    DeepSpeed's configuration itself is not known yet.
+    """
     main = getattr(sys.modules.get("__main__"), "__file__", None)
     words = [
         main or "",

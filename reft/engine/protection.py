@@ -27,7 +27,8 @@ class Protection:
     Args:
         context: the job.
         incarnation: number of this start.
-        chosen: reft has chosen the scheme (``auto``); the block does not name it.
+        chosen: True if reft has chosen the scheme (``auto``), which the block then does not
+            name.
 
     Raises:
         ConfigError: the groups are too small for the scheme.
@@ -52,14 +53,15 @@ class Protection:
         )
 
     def kept_members(self) -> tuple[int, ...]:
-        """Other members of the sharding group whose bytes this rank stores."""
+        """Return other members of the sharding group whose bytes this rank stores."""
         at, scheme = self._context.coordinate, Scheme.parse(self.record.in_force)
         nodes = self._context.topology.group_nodes(at.pp, at.tp)
         return place_group(nodes, scheme.copies, scheme.parities).kept_by(at.dp)[1:]
 
     @property
     def lost(self) -> bool:
-        """Whether the job no longer survives the loss of a node, because memory has run short."""
+        """Whether the job would not survive the loss of a node now, because memory has run
+        short."""
         return self.record.degraded is not None and self.record.tolerance == 0
 
     def why_unprotected(self) -> str:
@@ -94,8 +96,8 @@ class Protection:
         )
 
     def changed(self, record: ProtectionRecord) -> None:
-        """Record and log a new protection: a request was carried out or refused, or memory ran
-        short or is available again. Called by the worker thread."""
+        """Record and log a new protection, after a request was carried out or refused, or after
+        memory ran short or became available again. Called by the worker thread."""
         before, self.record = self.record, record
         self.note()
         self._context.events.write("protection", **record.to_json())

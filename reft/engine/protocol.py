@@ -20,12 +20,13 @@ from reft.state.catalogue import Adapter, SectionImage
 class TrainingEngine(Protocol):
     """The training engine of one rank: DeepSpeed's or Megatron-core's.
 
-    Its hooks call the session: ``begin_step`` when a step begins, ``before_optimizer_step`` and
-    ``after_optimizer_step`` around every optimizer step, ``after_step`` after a step. They restore
-    through :class:`~reft.engine.load_memory.MemoryRestorer`.
+    The engine's hooks call the session: ``begin_step`` when a step begins,
+    ``before_optimizer_step`` and ``after_optimizer_step`` around every optimizer step,
+    ``after_step`` after a step. They restore state through
+    :class:`~reft.engine.load_memory.MemoryRestorer`.
 
     Attributes:
-        name: name for messages.
+        name: name of the engine, for messages.
         device: device on which this rank trains.
         micro_batches: micro-batches of one step.
     """
@@ -50,14 +51,15 @@ class TrainingEngine(Protocol):
         """Optimizer steps made so far, including those skipped on overflow."""
 
     def place(self) -> tuple[Coordinate, Degrees]:
-        """The coordinate of this rank, and the degrees of the job.
+        """Return the coordinate of this rank, and the degrees of the job.
 
         Raises:
             LayoutError: the ranks are divided in a way that reft does not support.
         """
 
     def settings(self) -> dict[str, Fact]:
-        """Facts that change the numerical results, for the fingerprint. Rank 0's are used."""
+        """Return settings that change the numerical results, as facts for the fingerprint. Those
+        of rank 0 are used."""
 
     def shapes(self) -> str:
         """Describe this rank's part of the model, with a digest of names and shapes."""
@@ -69,7 +71,8 @@ class TrainingEngine(Protocol):
         """Restore the host state, after the images have been written."""
 
     def template(self, images: tuple[SectionImage, SectionImage], state: dict[str, Any]) -> bytes:
-        """Make the template for checkpoints from memory (:mod:`reft.storage.deepspeed_format`).
+        """Make the template with which a checkpoint in the program's format is later written
+        from memory (:mod:`reft.storage.deepspeed_format`).
 
         Returns:
             The template; empty if reft cannot write checkpoints of this program.
@@ -116,7 +119,9 @@ def find_coordinate(engine: Any) -> tuple[Coordinate, Degrees]:
 
 
 def flat_facts(name: str, value: Any) -> Iterator[tuple[str, Fact]]:
-    """Numbers, strings and booleans in ``value``, by dotted name. Other objects are left out."""
+    """Yield the numbers, strings and booleans in ``value``, by dotted name. Other objects are left
+    out.
+    """
     if isinstance(value, Mapping):
         for key in value:
             yield from flat_facts(f"{name}.{key}", value[key])
@@ -134,7 +139,7 @@ def read_shapes(kind: str, parameters: Iterable[tuple[str, torch.Tensor]]) -> st
     digest = hashlib.blake2b(digest_size=6)
     tensors = numbers = 0
     for name, parameter in parameters:
-        # A parameter that ZeRO-3 has partitioned is empty, and keeps its shape here.
+        # A parameter that ZeRO-3 has partitioned is empty; its full shape is in ``ds_shape``.
         shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
         tensors, numbers = tensors + 1, numbers + prod(shape)
         digest.update(f"{name} {shape} {parameter.dtype} {parameter.requires_grad}\n".encode())

@@ -18,8 +18,8 @@ def find_refusal(error: AssertionError, config: Any) -> ConfigError | None:
         config: DeepSpeed's configuration.
 
     Returns:
-        SizeError if another number of nodes helps, ConfigError if none does; None if ``error`` is
-        not about the batch size.
+        SizeError if the batch fits another number of nodes, ConfigError if it fits none; None if
+        ``error`` is not about the batch size.
     """
     if not isinstance(config, dict) or not str(error).startswith(_OF_THE_BATCH):
         return None
@@ -28,7 +28,7 @@ def find_refusal(error: AssertionError, config: Any) -> ConfigError | None:
     if not all(isinstance(size, int) and size > 0 for size in (batch, micro, steps)):
         return None
     whole, rest = divmod(batch, micro * steps)
-    # If the accumulation steps are given too, only one degree is possible.
+    # If gradient accumulation steps are configured as well, only one degree is possible.
     fixed = "gradient_accumulation_steps" in config
     degrees = (
         [] if rest else [whole] if fixed else [d for d in range(1, whole + 1) if whole % d == 0]

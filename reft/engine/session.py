@@ -57,7 +57,7 @@ logger = logging.getLogger(__name__)
 
 
 def _fails() -> bool:
-    """Whether the script ends with an exception, so that its state may be inconsistent."""
+    """Return whether the script ends with an exception, so that its state may be inconsistent."""
     raised = sys.exc_info()[1] or getattr(sys, "last_value", None)
     return raised is not None and not isinstance(raised, SystemExit)
 
@@ -108,8 +108,8 @@ class Session:
         config = name_job(config, control)
         log.set_place(str(config.job_id), str(coordinate), engine.global_steps)
         topology, places = gather_topology(control, coordinate, degrees)
-        # If this engine is refused, the script may continue with another one, which then needs the
-        # locks and connections of this one.
+        # Undo everything if this engine is refused: the script may continue with another engine,
+        # which needs the same locks and connections.
         with ExitStack() as undo:
             undo.callback(control.leave)
             if engine.data is not None:
@@ -155,8 +155,8 @@ class Session:
     # -- the parts ---------------------------------------------------------------------------------
 
     def _choose_protection(self, context: JobContext) -> JobFacts:
-        """Test the devices, and choose the protection if the block leaves that to reft
-        (``auto``). Sets :attr:`context`. Collective."""
+        """Test the devices, choose the protection if the block leaves the choice to reft
+        (``auto``), and set :attr:`context`. Collective."""
         config = context.config
         job = JobFacts(
             config=config,
@@ -175,7 +175,7 @@ class Session:
         return job
 
     def _make_parts(self, client_state: ClientState | None) -> None:
-        """Make the parts that need the protection."""
+        """Make the parts of the session that depend on the protection."""
         context, memory, at = self.context, self.memory, self.context.coordinate
         path, engine = context.job_dir.path, context.engine
         self.worker: SnapshotWorker | None = None
@@ -198,12 +198,12 @@ class Session:
             lambda: self.tolerance,
         )
         self._device_memory = DeviceMemory(self.progress, engine.device)
-        # Not on a device: calls return before their work is done there
+        # Not on a device, where calls return before their work is done
         if not self.copying.engine.asynchronous:
             self.progress.set_place((at.pp, at.dp, at.tp))
         self._last_step = engine.global_steps
-        self._stepped = False  # A step has ended, and the next has not begun
-        self._is_due = False  # A version of that step is to be taken
+        self._stepped = False  # Whether a step has ended and the next has not begun
+        self._is_due = False  # Whether a version is taken when the next step begins
         self.progress.set_step(self._last_step)
         self._boundary_secs = time.perf_counter()
         self.closed = False
@@ -212,7 +212,7 @@ class Session:
     def _check_start(self, job: JobFacts, declared_together: Sequence[str]) -> None:
         """Report the findings of all ranks before any state is restored or copied. Collective.
 
-        An error is raised on all ranks, ends the start, and leaves the job's memory unchanged.
+        An error is raised on all ranks. It ends the start and leaves the job's memory unchanged.
 
         Raises:
             ConfigError: the start is refused.
@@ -259,12 +259,13 @@ class Session:
 
     @property
     def started(self) -> bool:
-        """Whether versions are taken. That begins after a state was loaded, or none was found."""
+        """Whether the session takes versions. It starts to after a state was loaded, or none was
+        found."""
         return self.worker is not None
 
     @property
     def takes_versions(self) -> bool:
-        """Whether the variant takes versions at all."""
+        """Whether the configured variant takes versions at all."""
         return self.copying.takes_versions
 
     @property
@@ -291,7 +292,8 @@ class Session:
         self.copying.variant = Variant(variant)
 
     def protect(self, scheme: str) -> None:
-        """Request another protection. All ranks switch between the same two versions.
+        """Request another protection scheme. All ranks switch to it between the same two
+        versions.
 
         A call on one rank is sufficient; ``reft protect`` does the same from outside.
 
@@ -317,7 +319,8 @@ class Session:
         """Begin to take versions. Collective.
 
         Args:
-            frozen: slots that hold the version which was just recovered, by number.
+            frozen: versions that were just recovered, by number of the slot that holds them;
+                these slots are not overwritten yet.
         """
         context = self.context
         config, topology, job_dir = context.config, context.topology, context.job_dir
@@ -336,7 +339,8 @@ class Session:
         )
         if self.rates.storage is not None:
             self.daemon.on_storage_state = self.rates.storage.answered
-        # The load has connected to all ranks of the sharding group; versions need ring peers only.
+        # Close the load's connections to all ranks of the sharding group; versions need ring
+        # peers only.
         context.control.end_pairs()
         control = context.control.for_worker(job_dir.secret)
         limit, ranks = config.memory_limit_bytes, context.ranks_here
@@ -371,7 +375,7 @@ class Session:
             features=self._features(control),
             gate=self.copying.pacer.gate,
         )
-        # Set before the first step, since training's hooks read them without a lock.
+        # Set these before the first step, since training's hooks read them without a lock.
         self.fence.worker = self.state.worker = worker
         self.rates.votes = worker.votes
         self.daemon.configure(config)
@@ -429,11 +433,12 @@ class Session:
         self.protection.note()
 
     def flush(self, timeout_secs: float) -> bool:
-        """Take a version of the last step now instead of when the next one begins, and wait for all
-        versions. Collective.
+        """Take a version of the last step now, instead of when the next step begins, and wait
+        for all versions. Collective.
 
         Returns:
-            Whether all versions are committed or given up.
+            Whether all versions have ended in time, committed or given up (not committed by any
+            rank).
         """
         self._take_last_step()
         return self.worker is not None and self.worker.drain(timeout_secs)
@@ -472,8 +477,8 @@ class Session:
     def _committed(self, label: VersionId) -> None:
         """Report a commit. A failing listener must not stop the others.
 
-        Other threads wait for replies of the daemon and the rendezvous store. If the worker thread
-        waited here, so would the next vote.
+        Replies of the daemon and the rendezvous store are awaited on other threads: if the
+        worker thread waited here, the next vote would be late.
         """
         stats = self.stats.to_json()
         due, rate_stats = False, dict[str, Any]()
@@ -514,12 +519,12 @@ class Session:
         self.fence.after_optimizer_step()
 
     def begin_step(self) -> None:
-        """The next step begins: take a version of the state with which it begins, if one is due
-        (P2).
+        """Called when a step begins: if a version is due, take one of the state with which the
+        step begins (P2).
 
-        Called when a training forward pass or ``train_batch`` begins; further calls for the same
-        step do nothing. If capturing the state fails, no error is raised: this rank votes no on
-        the version (P6).
+        The step begins with its first training forward pass or ``train_batch``; further calls
+        for the same step do nothing. If capturing the state fails, no error is raised: this rank
+        votes no on the version (P6).
 
         Raises:
             SystemExit: the job stops here on request.
@@ -543,7 +548,7 @@ class Session:
             )
 
     def hold(self) -> None:
-        """Wait until no copy reads the live tensors, which are about to be replaced (P2)."""
+        """Wait until no copy reads the live tensors, which the caller is about to replace (P2)."""
         if self.worker is not None:
             self.worker.fence()
 
@@ -552,14 +557,15 @@ class Session:
         belong to a new incarnation. Collective."""
         assert self.worker is not None
         self.worker.drain(self.context.config.commit_timeout_secs)
-        # P2: a version that has not ended in time must not be copied from the loaded state.
+        # P2: no copy of an earlier version may read the tensors after the load has written them.
         self.worker.fence()
-        # P3: after the fence, so that no obsolete version gets the new incarnation.
+        # P3: change the incarnation after the fence, so that no obsolete version gets the new
+        # one.
         self.memory.count_on(self.memory.incarnation + 1)
 
     def require_first_version(self) -> None:
-        """Wait for the first version in a strict job. If it fails, later ones would fail as well.
-        All ranks get the same result, since they vote on it.
+        """Wait for the first version in a strict job. If the first version fails, later ones
+        would fail as well. All ranks get the same result, since they vote on it.
 
         Raises:
             ConfigError: the first version could not be taken.
@@ -577,15 +583,17 @@ class Session:
             )
 
     def check_tensors(self) -> None:
-        """Compare the write counts of the tensors between two passes of a step: see
-        :meth:`~reft.snapshot.worker.SnapshotWorker.check_between_passes`. On the training thread.
+        """Check between two passes of a step whether tensors were written: see
+        :meth:`~reft.snapshot.worker.SnapshotWorker.check_between_passes`. Called on the training
+        thread.
         """
         if self.worker is not None:
             self.worker.check_between_passes()
 
     def after_step(self) -> None:
-        """A call that may have made an optimizer step has returned. Changes that the script makes
-        until the next step begins belong to this step's version."""
+        """Called after a call that may have made an optimizer step. Decides whether a version of
+        that step is due; it is taken when the next step begins, with the script's changes until
+        then."""
         step = self.context.engine.global_steps
         if step != self._last_step and not self.closed:
             self._last_step, self._stepped = step, True
@@ -610,13 +618,14 @@ class Session:
         self.worker.submit(request)
         self.first_request = self.first_request or request
         if request.variant is Variant.BLOCKING:
-            # If it has not ended by then, the fence continues to wait and logs that.
+            # If the copy has not ended by then, the fence continues to wait and logs it.
             request.copied.wait(self.context.config.commit_timeout_secs)
         self.stats.stalls_secs.append(time.perf_counter() - began)
         return request
 
     def restored(self) -> None:
-        """The engine's state was replaced: its tensors and its step may be different now."""
+        """Adapt to an engine whose state was replaced: its tensors and its step may be different
+        now."""
         self.state.replaced()
         if self.worker is not None and self._last_step != self.context.engine.global_steps:
             self.rates.went_to(self.context.engine.global_steps)
@@ -627,8 +636,9 @@ class Session:
 
 
 def record(session: Session) -> None:
-    """Record every step if `reft rehearse` requests it, by a feature that the core does not import.
-    Called after the engine's methods were wrapped, so that the recorder's wrappers are outermost.
+    """Record every step if `reft rehearse` requests it. The recorder is a feature, which the
+    core does not import. Called after the engine's methods were wrapped, so that the recorder's
+    wrappers are outermost.
     """
     if os.environ.get(ENV_REHEARSE):
         import_module("reft.rehearse.record").attach(

@@ -34,10 +34,10 @@ class StepHooks:
 
     Args:
         context: the job.
-        session: takes the versions.
+        session: the session, which takes the versions.
         state: captures the content of versions.
         restorer: handles the script's loads.
-        memory: holds the random states of the restored version.
+        memory: restores from memory; holds the random states of the restored version.
         data: the position in the data of the engine.
     """
 
@@ -52,15 +52,15 @@ class StepHooks:
     ) -> None:
         self._context, self._session, self._state = context, session, state
         self._restorer, self._memory, self._data = restorer, memory, data
-        self._trains = False  # This process has begun to train
+        self._trains = False  # Whether this process has begun its first step
         self._first_step = context.engine.global_steps  # Step from which this process trains
         self._made_first_step = False
 
     # -- before a step -----------------------------------------------------------------------------
 
     def before_batch(self, data_iter: Any) -> None:
-        """``train_batch`` begins, which reads its batches itself. In the first step, random draws
-        that the script has made since the load are undone."""
+        """Called when ``train_batch`` begins, which reads its batches itself. In the first step,
+        undo the random draws that the script has made since the load."""
         self.before_step(data_iter)
         self._data.begin_batch(data_iter)
         self._memory.restore_rng()
@@ -69,14 +69,14 @@ class StepHooks:
         self._data.end_batch()
 
     def begin_by_script(self) -> None:
-        """The script marks the beginning of a step (``reft.begin_step``)."""
+        """Called when the script marks the beginning of a step (``reft.begin_step``)."""
         if self._trains:
             self._data.mark()
         else:
             self._memory.restore_rng(marked=True)
 
     def before_forward(self, *, training: bool) -> None:
-        """The forward pass of a plain engine begins, on a batch that the script has read."""
+        """Called when a plain engine begins a forward pass, on a batch that the script has read."""
         if training:
             self.before_step()
         moved = self._data.forward(training=training)
@@ -84,7 +84,8 @@ class StepHooks:
             self._context.warn(moved)
 
     def before_step(self, data_iter: Any = None) -> None:
-        """A step begins. With the first step of this process, the job's starting state is final.
+        """Called when a step begins. With the first step of this process, the job's starting
+        state is final.
 
         Args:
             data_iter: argument of ``train_batch``; None for a plain engine.
@@ -109,7 +110,7 @@ class StepHooks:
     # -- after a step ------------------------------------------------------------------------------
 
     def after_step(self) -> None:
-        """A step has returned. After the first one, report findings on how the script reads its
+        """Called after a step. After the first one, report findings on how the script reads its
         data."""
         for text in self._state.followed.end_step():
             self._context.warn(text)
@@ -126,8 +127,8 @@ class StepHooks:
             return
         if not self._restorer.has_resumed:
             self._session.require_first_version()
-        # If reft does not track the position in the data, a script with a client state restores
-        # the position by that itself.
+        # If reft does not track the position in the data, a script with a client state is
+        # expected to restore the position from it.
         has_client_state = self._state.client_state is not None
         if advice is not None and has_client_state and not self._data.comes_back():
             if self._context.is_rank_zero:

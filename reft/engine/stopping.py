@@ -26,17 +26,17 @@ _STOP_NEXT_SECS = 1.0
 """If a step takes longer than this, the job stops after the next one; otherwise after the second
 next."""
 _LONG_STEP_SECS = 0.5
-"""After a step longer than this, the next step waits for the vote on the step before. It is well
-below _STOP_NEXT_SECS, since ranks measure slightly different times: all of them must have the
-results of the same votes before they decide whether to stop."""
+"""After a step longer than this, a rank waits for the vote on the step before. All ranks must
+have the results of the same votes before they decide whether to stop. The limit is well below
+_STOP_NEXT_SECS, since ranks measure slightly different times."""
 _VOTE_SECS = 5.0  # Longest wait for a vote
 _VOTE_SHARE = 0.1  # Longest wait for a vote, as a fraction of the step
 _CLOSE_SECS = 1.0  # Time that is reserved for closing the session
 _ALONE_SHARE = 0.5
 """Fraction of the grace period after which a rank stops without a common last step."""
 _BOUNDARY_SECS = 1.0
-"""Further time in which a step may begin, and becomes the rank's last one: its state is newer than
-the last commit. After that the process exits between two steps."""
+"""Additional seconds to wait for the next step to begin. If one does, the rank takes a last
+version, which is newer than the last commit; otherwise the process exits between two steps."""
 
 
 class Persisting(Protocol):
@@ -60,11 +60,12 @@ class StoppableSession(Protocol):
 
 
 class StopController:
-    """Receives the request to stop, and stops this rank after the step on which the ranks agree.
-    The next votes carry the request to all ranks.
+    """Receives the request to stop (a signal), and stops this rank after the step on which the
+    ranks agree. The next votes carry the request to all ranks.
 
     Batch systems signal every process of a job, and the launcher forwards its own signal. So
-    signals within two seconds count as one; a later one has its effect at once, as without reft.
+    signals within two seconds count as one; a signal after that has its usual effect at once, as
+    without reft.
 
     The job ends when the next step would begin, so code that the script runs after its last step,
     such as saving, is still executed. If no step begins within half of the grace period, as in a
@@ -76,8 +77,8 @@ class StopController:
         daemon: writes versions to storage.
 
     Attributes:
-        requested: this process has received the request.
-        together: the job is being stopped after the same step on all ranks.
+        requested: True if this process has received the request.
+        together: True if the job is being stopped after the same step on all ranks.
         replayed_step: step after which a replay ends; 0 if this is not a replay.
     """
 
@@ -94,15 +95,15 @@ class StopController:
         self._signal = signal.SIGTERM
         self._since_secs = 0.0
         self._previous: dict[signal.Signals, Any] = {}
-        self._at_boundary = False  # The job is being stopped at the beginning of a step
+        self._at_boundary = False  # Whether the stop at the beginning of a step has begun
 
     # -- the request -------------------------------------------------------------------------------
 
     def install(self, session: StoppableSession, worker: SnapshotWorker) -> str | None:
-        """Take over SIGTERM and SIGINT; only the main thread can.
+        """Install handlers for SIGTERM and SIGINT, which only the main thread can.
 
         Returns:
-            What to report if this is another thread; else None.
+            A warning if this is not the main thread; otherwise None.
         """
         self._session, self._worker = session, worker
         if threading.current_thread() is not threading.main_thread():
@@ -112,7 +113,7 @@ class StopController:
             )
         for number in (signal.SIGTERM, signal.SIGINT):
             if signal.getsignal(number) is signal.SIG_IGN:
-                continue  # ignored on purpose: nohup, and background jobs of a shell
+                continue  # Ignored on purpose, by nohup or for background jobs of a shell
             self._previous[number] = signal.signal(number, self._handle)
         return None
 
@@ -124,8 +125,8 @@ class StopController:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if not self.requested:
-            # The time is set before the flag: ``waited_secs`` reads the flag first, on other
-            # threads too, and must never combine it with the initial time.
+            # Set the time before the flag: ``waited_secs`` may run on another thread, and must
+            # not see the flag with the initial time.
             self._since_secs, self.requested = time.monotonic(), True
             self._signal = signal.Signals(number)
             # On a thread, since the main thread may be in a call that takes minutes.
@@ -164,8 +165,8 @@ class StopController:
             self._at_boundary = True
             self._stop_replay(step)
         if self.requested or votes.halt is not None:
-            # By the end of that step the vote that carries this has ended: all ranks have its
-            # result.
+            # By the end of the proposed step, the vote that carries the proposal has ended and
+            # all ranks have its result.
             votes.stop_proposal = step + (1 if step_secs > _STOP_NEXT_SECS else 2)
         if step_secs > _LONG_STEP_SECS:
             self._worker.await_vote(step - 1, min(_VOTE_SECS, _VOTE_SHARE * step_secs))
@@ -176,7 +177,7 @@ class StopController:
                 self._stop_together(step)
             else:
                 self._stop_for_corruption(step)
-        # P6: this rank has the request, and the ranks will not agree on a last step in time.
+        # P6: this rank must stop, and the ranks will not agree on a last step in time.
         elif (
             votes.stop_step is None
             and self.requested
@@ -189,12 +190,11 @@ class StopController:
             self._stop_alone(step)
 
     def _stop_between_steps(self) -> None:
-        """Persist the newest committed version and exit, since no step has begun in time after the
-        request. Steps after that version are repeated after the restart. Runs on a thread of its
-        own."""
+        """Persist the newest committed version and exit, if no step has begun in time after the
+        request. The restart repeats the steps after that version. Runs on a timer thread."""
         session, context = self._session, self._context
-        # No lock: if a step begins right now, it takes its own last version. Either way a committed
-        # version is left.
+        # No lock is needed: if a step begins right now, the training thread takes a last
+        # version. Either way a committed version is left.
         if session is None or session.closed or self._at_boundary or not session.stepped:
             return
         step = context.stats.committed_step
@@ -213,11 +213,10 @@ class StopController:
         context.events.write("stopped", step=step, committed=False, persisted=bool(persisted))
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(128 + int(self._signal))  # the main thread does not return to Python code
+        os._exit(128 + int(self._signal))  # The main thread may be in native code and not return
 
     def _stop_together(self, step: int) -> NoReturn:
-        """All ranks have the request: take a last version, wait until it is committed and
-        persisted, and exit."""
+        """Take a last version on all ranks, wait until it is committed and persisted, and exit."""
         committed, persisted = self._take_last_version(step, self._grace_secs)
         logger.warning(
             "stopping on request: step %d is %s%s",
@@ -233,7 +232,7 @@ class StopController:
         raise SystemExit(0)
 
     def _stop_for_corruption(self, step: int) -> NoReturn:
-        """The ranks have found the state corrupt: close without a new version, and raise."""
+        """Close without a new version and raise, since the ranks have found the state corrupt."""
         assert self._session is not None
         assert self._worker is not None
         halt = self._worker.votes.halt
@@ -253,8 +252,8 @@ class StopController:
     def _stop_alone(self, step: int) -> NoReturn:
         """Take a version of the step that has just ended in the rest of the grace period, and exit.
 
-        If steps are longer than half of the grace period, no vote can name a common last step. But
-        all ranks that have the request stop here, after the same step.
+        If steps are longer than half of the grace period, no vote can name a common last step in
+        time. All ranks that have received the request then stop here, after the same step.
         """
         left = self._grace_secs - self.waited_secs - _CLOSE_SECS
         committed, persisted = self._take_last_version(step, max(0.0, left))
@@ -291,4 +290,5 @@ class StopController:
     def _end(self, *timeout_secs: float) -> NoReturn:
         assert self._session is not None
         self._session.close(*timeout_secs)
-        raise SystemExit(128 + int(self._signal))  # as a shell reports it
+        # The exit status that a shell gives for this signal
+        raise SystemExit(128 + int(self._signal))

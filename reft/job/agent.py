@@ -1,16 +1,19 @@
-"""The agent of one node: starts its trainers, watches them, and starts them again.
+"""The agent of one node: starts the node's trainers, watches them, and restarts them.
 
-It differs from ``torchrun``'s agent in these points:
+A round is one start of the trainers on all nodes, and the training until they end. This agent
+differs from ``torchrun``'s in these points:
 
 - Trainers that end because a peer vanished use up none of ``--max-restarts``
   (:mod:`reft.job.script`). Restarts are counted for the whole job
   (:mod:`reft.job.rendezvous.membership`).
 - Every round gets its own store for the trainers (:mod:`reft.job.trainer_store`). TorchElastic
-  keeps the first one: if the first node of the job is lost, its survivors still call the dead node,
-  and if it is alive but not first any more, a replacement waits for its address in vain.
+  keeps using the store that the first node served in the first round. If that node is lost, the
+  survivors still connect to it; if it lives but is no longer the first node, a replacement waits
+  in vain for its address.
 - A node that dies while a round forms costs another round, not the job.
-- A lost rendezvous store stops no healthy trainers; the next round waits for it.
-- A failed group is ended quickly: the state that counts is in memory already.
+- If the rendezvous store is lost, healthy trainers continue; only the next round waits for it.
+- The trainers of a failed round are killed quickly: the state to restore is already in the arenas,
+  shared-memory files that outlive the trainers.
 """
 
 from __future__ import annotations
@@ -53,12 +56,13 @@ _FORM_ATTEMPTS = 10
 _PROGRESS_SECS = 600.0  # Trainers that ran this long have made progress, even without a commit
 _EXIT_BARRIER_SECS = 300.0
 _FIRST_SIGNAL_CODE = 128
-"""Exit codes from here on mean a signal, after which a restart may succeed (memory was short)."""
+"""Smallest exit code that means death by a signal. After a signal, for example from the kernel when
+memory was short, a restart may succeed."""
 _NOTIFY_SECS = 1.0
 
 
 class DuplicateNodeError(ConfigError):
-    """Several launchers claim to be the same node."""
+    """Raised if several launchers claim to be the same node."""
 
     def __init__(self, node: str) -> None:
         super().__init__(
@@ -71,39 +75,42 @@ class AgentCallbacks(Protocol):
     """Callbacks by which the agent informs its launcher and queries it."""
 
     def round_formed(self, agreement: Agreement) -> None:
-        """The nodes agreed on a round; this node's trainers start next."""
+        """Called when the nodes have agreed on a round; this node's trainers start next."""
         ...
 
     def trainers_started(self, pids: list[int]) -> None:
-        """The trainers of this round are running."""
+        """Called when the trainers of this round have been started."""
         ...
 
     def trainers_healthy(self, group_rank: int) -> None:
-        """The agent found all trainers running; called after every poll."""
+        """Called after every poll that found all trainers running and no node waiting to join."""
         ...
 
     def failure_seen(self) -> None:
-        """A trainer of this node has failed; the others are ended next."""
+        """Called when a trainer of this node has failed; the agent ends the others next."""
         ...
 
     def round_over(self) -> None:
-        """The trainers' round is over on this node, which joins the next one."""
+        """Called when the round is over on this node, before the node joins the next one."""
         ...
 
     def state_changed(self, state: str, **facts: Any) -> None:
-        """The state that ``reft status`` shows for this node has changed."""
+        """Called when the state that ``reft status`` shows for this node has changed."""
         ...
 
     def newest_step(self) -> int:
-        """Step of the newest committed version; -1 if there is none."""
+        """Return the step of the newest committed version; -1 if there is none."""
         ...
 
     def newest_incarnation(self) -> int:
-        """Number of the newest start of the job that this node knows; 0 if there was none."""
+        """Return the number of the newest start of the job that this node knows; 0 if none."""
         ...
 
     def fenced(self) -> str:
-        """The reason why shared storage has fenced this node off; empty if it has not."""
+        """Return why shared storage refuses this node's writes; empty if it accepts them.
+
+        It refuses them when a newer start of the job, without this node, has taken it over.
+        """
         ...
 
 
@@ -118,11 +125,11 @@ class Agent:
         launcher: receives the agent's callbacks.
         signals: the signals that stop the launcher.
         hangs: detects trainers that hang.
-        exits_dir: directory in which trainers leave their exit notes.
-        grace_secs: returns how long trainers may take to commit and exit after a stop signal.
+        exits_dir: directory in which trainers record why they end.
+        grace_secs: returns the seconds that trainers get to commit and exit after a stop signal.
 
     Attributes:
-        agreement: the round in which this node takes part; None before the first.
+        agreement: what the nodes agreed on for the current round; None before the first round.
         failure: why this node's trainers failed in this round; None if they did not.
         all_ended_well: whether the trainers of all nodes exited without an error.
     """
@@ -161,7 +168,7 @@ class Agent:
 
     @property
     def leads(self) -> bool:
-        """Whether this is the first node of the job."""
+        """Whether this node has group rank 0 in the current round."""
         return self.agreement is not None and self._group_rank == 0
 
     # -- the loop ----------------------------------------------------------------------------------
@@ -207,7 +214,7 @@ class Agent:
                 if not self._nodes_waiting():
                     self._launcher.trainers_healthy(self._group_rank)
                     continue
-                # A trainer may still be running although its script has finished.
+                # Some trainers of this node may have finished their script while others run.
                 self._note_ended_early()
                 scaled_down = self._rendezvous.is_scaled_down
                 size = "fewer nodes" if scaled_down else "a node that joins"
@@ -235,9 +242,12 @@ class Agent:
     def _notify_peers(self, number: int) -> None:
         """Notify the other nodes that this launcher was stopped.
 
-        They are notified before the local trainers are stopped, because that makes the peers'
-        trainers fail. A thread talks to the store, so that a store that hangs delays the exit by a
-        second at most.
+        Call this before stopping the local trainers: when they stop, the peers' trainers fail, and
+        the other nodes must know why. The store is written by a thread, so that a store that hangs
+        delays the exit by a second at most.
+
+        Args:
+            number: number of the stop signal.
         """
 
         def notify() -> None:
@@ -249,16 +259,17 @@ class Agent:
         thread.join(_NOTIFY_SECS)
 
     def _end_if_replaced(self, *, read_store: bool = False) -> None:
-        """End this node if the job continues without it.
+        """Raise FencedError if the job continues without this node.
 
         Args:
-            read_store: read the store; by default the last heartbeat's reply is used.
+            read_store: whether to read the newest incarnation (number of starts of the job) from
+                the store; by default the reply to the last heartbeat is used.
 
         Raises:
             FencedError: the job continues without this node.
         """
         if self._rendezvous.is_leaving:
-            return  # A leaving node is a spare until the others have committed without it
+            return  # It stays until the others have committed a version without it
         own, newest = self._rendezvous.incarnation, self._rendezvous.newest_incarnation
         if read_store:
             with suppress(StoreError):
@@ -271,7 +282,7 @@ class Agent:
     # -- whether to restart ------------------------------------------------------------------------
 
     def _may_restart(self) -> bool:
-        """Classify the failure of this round's trainers, and decide whether to try again."""
+        """Classify the failure of this round's trainers; return whether to restart them."""
         self._end_if_peers_were_stopped()
         failure = self._classify(
             self.failure
@@ -311,13 +322,13 @@ class Agent:
         price = {
             ExitCause.OWN: f"uses restart {used + 1} of {allowed}{since}",
             ExitCause.UNCLEAR: "the other nodes decide whether this uses a restart",
-            ExitCause.SIZE: "another number of nodes may fit: uses no restart",
-        }.get(failure.cause, "a peer vanished: uses no restart")
+            ExitCause.SIZE: "restarting with another number of nodes; this uses no restart",
+        }.get(failure.cause, "restarting; this uses no restart, since a peer vanished")
         logger.warning("trainers ended: %s; %s", failure.reason, price)
         return True
 
     def _classify(self, failure: TrainerFailure) -> TrainerFailure:
-        """Correct a failure's cause with what this node knows of the job."""
+        """Correct the cause of a failure by the number of nodes and of free restarts used."""
         alone = self.agreement is not None and len(self.agreement.members) == 1
         if failure.cause in (ExitCause.UNCLEAR, ExitCause.STOPPED) and alone:
             failure = replace(failure, cause=ExitCause.OWN)
@@ -325,21 +336,22 @@ class Agent:
             after = f"after {self._options.free_restarts} free restarts without progress"
             failure = replace(failure, cause=ExitCause.OWN, reason=f"{failure.reason} ({after})")
         if failure.cause is ExitCause.SIZE:
-            # If the store does not answer, the next round refuses this number of nodes again.
+            # If the store does not answer now, the next round will refuse this number again.
             with suppress(RendezvousError, StoreError):
                 if not self._rendezvous.refuse_size():
                     failure = replace(failure, cause=ExitCause.REFUSED)
         return failure
 
     def _note_ended_early(self) -> None:
-        """Report this node's trainers that ended well while their peers need another round.
+        """Report that trainers of this node ended well while their peers need another round.
 
-        The peers' reports decide whether that caused the failure.
+        The report goes into this node's request for the next round. The reports of all nodes decide
+        whether the early end caused the failure.
 
         Raises:
-            JobEndedError: the same happened in the round before.
+            JobEndedError: ranks ended early at the same step in the last round, too.
         """
-        # After the loss of a node, the loss is the reason for another round.
+        # If a node was lost, that loss is the reason for another round, not an early end.
         ended = self._ended_well() if self._rendezvous.is_whole else {}
         failure = name_ended_early(TrainerFailure(ExitCause.PEER, 0, 1, ""), ended)
         if not failure.ended_early:
@@ -353,7 +365,7 @@ class Agent:
     def _ends_early_again(self, failure: TrainerFailure) -> bool:
         """Whether a rank ended early at the same step as in the last round, without a new version.
 
-        The next round would end in the same way.
+        If so, the next round would end in the same way.
         """
         before = self._early_end
         self._early_end = failure.reason if failure.ended_early else ""
@@ -361,7 +373,7 @@ class Agent:
         return is_same and self._options.restarts_renew and not self._has_new_version()
 
     def _fails_at_start_again(self, failure: TrainerFailure) -> bool:
-        """Whether the same error of the script came twice while no version was committed."""
+        """Whether the script failed twice with the same error and no version was ever committed."""
         if not self._options.restarts_renew or self._launcher.newest_step() >= 0:
             return False
         if failure.cause is not ExitCause.OWN or failure.exit_code >= _FIRST_SIGNAL_CODE:
@@ -374,7 +386,11 @@ class Agent:
         return self._launcher.newest_step() > self._rendezvous.info.known_step
 
     def _has_free_restart(self) -> bool:
-        """Count a restart after lost peers, and check it against the limit of free restarts."""
+        """Count a restart that follows the loss of a peer; return whether it is still free.
+
+        A restart is free if it does not count against ``--max-restarts``. The number of consecutive
+        free restarts without progress is limited.
+        """
         ran_secs = time.monotonic() - self._started_at
         if self._has_new_version() or ran_secs > _PROGRESS_SECS:
             self._starts_without_progress = 1
@@ -383,7 +399,7 @@ class Agent:
         return self._starts_without_progress <= self._options.free_restarts
 
     def _nodes_waiting(self) -> bool:
-        """Whether other nodes wait for this round to end."""
+        """Whether other nodes wait for this round to end; False if the store does not answer."""
         try:
             waiting = self._rendezvous.num_nodes_waiting() > 0
         except RendezvousConnectionError as error:
@@ -423,13 +439,13 @@ class Agent:
         assert self._trainer_store is not None
         pids = self._trainers.start(agreement, self._group_rank, self._trainer_store.port)
         self._hangs.clear()
-        # TorchElastic has just replaced the handlers.
+        # To start the trainers, TorchElastic replaced the signal handlers: restore the launcher's.
         self._signals.install()
         self._launcher.trainers_started(pids)
         self._launcher.state_changed("running", round=agreement.round)
 
     def _join(self) -> Agreement:
-        """Join a round; if it breaks while it forms, form it again."""
+        """Join a round; if a node is lost while the round forms, try again, ten times at most."""
         for attempt in range(1, _FORM_ATTEMPTS + 1):
             if self._store_lost:
                 self._backend.reconnect()
@@ -458,7 +474,11 @@ class Agent:
         raise AssertionError("the last attempt returns or raises")
 
     def _join_once(self) -> Agreement:
-        """Join one round with this node's current state, and open the trainers' store."""
+        """Try once to join a round with this node's current state, and open the trainers' store.
+
+        Raises:
+            DuplicateNodeError: the round refused a node because several launchers use its id.
+        """
         rendezvous = self._rendezvous
         incarnation = max(
             rendezvous.info.incarnation,
@@ -488,10 +508,10 @@ class Agent:
     # -- trainers ----------------------------------------------------------------------------------
 
     def _poll(self) -> dict[int, ProcessFailure] | None:
-        """Poll the trainers. If one has failed or hangs, classify the failure and end the rest.
+        """Poll the trainers. If one has failed or hangs, find the cause and end the others.
 
         Returns:
-            The failures as in :meth:`run`; None while the trainers run.
+            The failed trainers by global rank, empty if all ended well; None while they run.
         """
         exits = self._trainers.failures()
         if exits:
@@ -503,15 +523,15 @@ class Agent:
             self._end_if_hanging(self.agreement)
         failures = self._trainers.ended()
         if failures and not exits and self.failure is None:
-            # A trainer failed after failures() was read. TorchElastic has then ended the others,
-            # whose exit codes are those of its signal.
+            # A trainer failed between the calls of failures() and ended(). TorchElastic has then
+            # ended the other trainers with SIGTERM: ignore those that died of it.
             exits = self._trainers.failures()
             own_ends = {r: e for r, e in exits.items() if e.exit_code != -signal.SIGTERM}
             exits = own_ends or exits
             self.failure = self._judge(exits) if exits else None
         if not failures:
             return failures
-        # Trainers that the agent ended itself did not fail.
+        # Trainers that this agent itself ended do not count as failed.
         own = {local_rank: f for local_rank, f in failures.items() if local_rank in exits}
         return {self._global_rank(rank): failure for rank, failure in (own or failures).items()}
 
@@ -532,11 +552,13 @@ class Agent:
     def _judge(self, exits: dict[int, WorkerExit]) -> TrainerFailure:
         failure = judge(exits)
         if self._trainers.script_has_ended(failure.local_rank):
-            return failure  # Its script had finished, so peers that finished early are no cause
+            # This trainer failed after its own script had finished, so it did not fail because a
+            # peer finished early.
+            return failure
         return name_ended_early(failure, self._ended_well())
 
     def _ended_well(self) -> dict[int, str]:
-        """This node's trainers that ended well, by global rank."""
+        """Describe this node's trainers that ended well (exit code, step), by global rank."""
         ends = self._trainers.ended_well()
         return {self._global_rank(local_rank): end for local_rank, end in ends.items()}
 
@@ -548,7 +570,7 @@ class Agent:
     # -- the end -----------------------------------------------------------------------------------
 
     def _end_if_peers_were_stopped(self) -> None:
-        """End if other launchers were stopped and too few nodes are left.
+        """End this node if other launchers were stopped by a signal and too few nodes are left.
 
         Raises:
             SignalException: the job cannot continue without the stopped nodes.
@@ -556,7 +578,7 @@ class Agent:
         if self._options.awaits_replacement:
             return
         with suppress(RuntimeError, RendezvousError):
-            self._rendezvous.is_closed()  # Reads the store
+            self._rendezvous.is_closed()  # Called because it reads the store, for `stopped` below
         stopped = self._rendezvous.stopped
         if stopped and not self._rendezvous.can_continue_without(len(stopped)):
             node, number = next(iter(stopped.items()))
@@ -567,13 +589,13 @@ class Agent:
             )
 
     def _exit_barrier(self) -> None:
-        """Wait until the trainers of all nodes ended well, or a node needs another round."""
+        """Wait until the trainers of all nodes ended well, a node needs another round, or 300 s."""
         deadline = time.monotonic() + _EXIT_BARRIER_SECS
         try:
             while not self._rendezvous.all_ended_well:
                 if time.monotonic() > deadline or self._nodes_waiting():
                     return
-                # Submitted on every pass, because a store that was restarted has lost it.
+                # Report again on every pass: if the store was restarted, it lost the report.
                 self._rendezvous.submit(NodeFinished(self._rendezvous.node))
                 self._end_if_peers_were_stopped()
                 time.sleep(max(0.1, self._config.monitor_interval))

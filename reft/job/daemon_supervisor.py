@@ -1,4 +1,4 @@
-"""Keeps a node daemon running: starts it, and restarts it if it ends or stops answering."""
+"""Keeps the node's daemon running: starts it, and restarts it if it ends or stops answering."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ logger = logging.getLogger(__name__)
 _CHECK_SECS = 0.2
 _ASK_SECS = 1.0
 _BACKOFF_SECS = (0.1, 30.0)
-_STABLE_SECS = 60.0  # After a daemon that ran this long, the next one starts without delay
+_STABLE_SECS = 60.0  # If a daemon ran at least this long, the delay before restarts is reset
 _KILL_SECS = 5.0
-# A daemon is killed after this number of consecutive requests, of 1 to 3 s each, without a reply:
-# while its process is stopped, while it runs, and before its first reply.
+# A daemon is killed after this number of consecutive requests, of 1 to 3 s each, without a reply.
+# The limits apply to a stopped process, to a running one, and to one that has not yet replied.
 _MAX_STOPPED, _MAX_UNANSWERED, _MAX_AT_START = 2, 15, 100
 
 
@@ -33,10 +33,12 @@ class DaemonSupervisor:
     """Starts the node daemon, and restarts it whenever it ends.
 
     Attributes:
-        workers: process ids of the trainers; a thread sends them to the daemon.
-        incarnation: incarnation of the trainers; the daemon refuses older ones.
-        fenced: the reason why this node has to end, because shared storage belongs to a newer
-            incarnation; empty if there is none.
+        workers: process ids of the trainers. The launcher sets them; a thread of this class sends
+            them to the daemon.
+        incarnation: number of the job's start to which the trainers belong; the daemon refuses
+            trainers of older starts.
+        fenced: why this node has to end: shared storage belongs to a newer start of the job. Empty
+            if the node may continue.
     """
 
     def __init__(self, job_dir: JobDir) -> None:
@@ -57,7 +59,7 @@ class DaemonSupervisor:
         self._started.wait(10.0)
 
     def send(self, operation: str, *, timeout_secs: float = 2.0, **fields: Any) -> Any:
-        """Send the daemon a request; returns the reply, or None if the daemon does not answer."""
+        """Send the daemon a request; return the reply, or None if the daemon does not answer."""
         try:
             return request(
                 self._job_dir.path,
@@ -74,8 +76,8 @@ class DaemonSupervisor:
         """End the daemon for good.
 
         Args:
-            flush_secs: how long the daemon may first take to write the newest version to storage;
-                0: it does not write.
+            flush_secs: seconds that the daemon may first take to write the newest version to
+                storage; 0: end it without writing.
         """
         if flush_secs > 0 and self._process is not None and self._process.poll() is None:
             written = self.send("flush", timeout_secs=flush_secs + 1.0, wait_secs=flush_secs)
@@ -100,8 +102,8 @@ class DaemonSupervisor:
         while not self._ending.is_set():
             began = time.monotonic()
             try:
-                # In its own session the daemon receives no Ctrl-C: the launcher lets it write the
-                # newest version before it ends it.
+                # In a session of its own, the daemon does not receive the terminal's Ctrl-C. The
+                # launcher ends the daemon itself, after letting it write the newest version.
                 command = [sys.executable, "-P", "-m", "reft.node.daemon", str(self._job_dir.path)]
                 self._process = subprocess.Popen(
                     [*command, "--launcher-pid", str(os.getpid())], start_new_session=True
@@ -110,7 +112,7 @@ class DaemonSupervisor:
                 logger.warning("the node daemon cannot be started: %s", error)
                 self._process = None
             self._sent_workers = ()
-            # Requests are counted, not seconds, because this process may itself have been stopped.
+            # Count unanswered requests, not seconds: this launcher may have been stopped meanwhile.
             self._asked_at, self._has_answered, self._unanswered = 0.0, False, 0
             self._started.set()
             code = self._wait_for_end()
@@ -127,7 +129,11 @@ class DaemonSupervisor:
             self._ending.wait(delay)
 
     def _wait_for_end(self) -> int | None:
-        """Watch the daemon; returns its exit code, or None if it was not started or must end."""
+        """Watch the daemon until it ends.
+
+        Returns:
+            Its exit code; None if it could not be started, or if this supervisor is ending it.
+        """
         while self._process is not None and not self._ending.wait(_CHECK_SECS):
             code = self._process.poll()
             if code is not None:
@@ -141,7 +147,7 @@ class DaemonSupervisor:
         return None
 
     def _check_answers(self) -> None:
-        """Send a request from time to time; kill a daemon that has not answered for long."""
+        """Send the daemon a request every second; kill it after too many without a reply."""
         if time.monotonic() - self._asked_at < _ASK_SECS:
             return
         self._asked_at = time.monotonic()

@@ -1,9 +1,10 @@
 """Detects trainers that hang: the nodes of a round exchange reports and name the culprit.
 
-Every launcher reads the progress pages of its own trainers. While one of them is stalled, the
-launcher writes their activities into the store's table of the round and reads the reports of the
-other nodes there. :func:`reft.node.hangs.name_culprit` compares the reports. From the same table
-all launchers reach the same verdict, and each restarts its own trainers.
+Every trainer publishes what it is doing in a progress page, a shared-memory page in the job
+directory, which its launcher reads. While a trainer is stalled, its launcher writes a report with
+the activities of all its trainers into the store's table of the round, and reads the other nodes'
+reports there. :func:`reft.node.hangs.name_culprit` compares the reports. All launchers compare the
+same reports, so they reach the same verdict, and each restarts its own trainers.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from reft.node.progress import STACKS_SUFFIX, read_pages
 logger = logging.getLogger(__name__)
 
 _POLL_SECS = 0.5
-_COURTESY_SECS = 2.0  # Head start for the culprit's node, so that it writes the stacks first
-_SILENT_SECS = 2.0  # A removed node that is alive takes its place again with its next heartbeat
+_COURTESY_SECS = 2.0  # Head start for the culprit's node, so that it logs the stacks first
+_SILENT_SECS = 2.0  # Time for a removed node to return: if it is alive, its next heartbeat does so
 _STACKS_SECS = 3.0
 _MOST_STACK_CHARS = 16_000
 _SILENT_NODE = (
@@ -46,7 +47,7 @@ class HangDetector:
     """Watches the trainers of one node, in one round at a time.
 
     Attributes:
-        activities: activities of the trainers at the last poll.
+        activities: what each trainer was doing at the last poll.
     """
 
     def __init__(self, node: str, job_dir: Path) -> None:
@@ -69,7 +70,10 @@ class HangDetector:
         self._silent_since: float | None = None
 
     def poll(self, pids: Collection[int]) -> list[TrainerActivity]:
-        """Return the activities of these processes; processes without a page are left out."""
+        """Return the activities of the trainers with the given process ids.
+
+        Processes that have not published a progress page in the job directory are left out.
+        """
         elapsed = time.monotonic() - self._polled_at
         if elapsed >= _POLL_SECS:
             self._polled_at += elapsed
@@ -88,18 +92,20 @@ class HangDetector:
         *,
         silent: bool = False,
     ) -> TrainerFailure | None:
-        """Decide whether this node's trainers hang. Reads the table only while one is stalled.
+        """Decide whether the job hangs, so that this node's trainers have to be restarted.
+
+        The store is read only while a trainer of this node is stalled.
 
         Args:
             local: activities of this node's trainers.
             table: the store's table of this round.
-            index: number of this node in the round.
+            index: index of this node in the round.
             size: number of nodes of the round.
-            silent: a node of this round was removed because it is silent, and enough nodes remain
-                to continue without it.
+            silent: True if a node of this round was removed because its heartbeats stopped, and
+                enough nodes remain to continue without it.
 
         Returns:
-            Why the trainers have to be restarted; None if they continue.
+            The reason to restart the trainers; None if they continue.
         """
         if silent and self._waits_for_silent_node(local):
             activities = "; ".join(map(str, local))
@@ -110,7 +116,7 @@ class HangDetector:
             self._silent_since = None
         now = time.monotonic()
         stalled = any(activity.stalled for activity in local)
-        # Once the trainers move again, the report that this node wrote has to be withdrawn.
+        # Once the trainers move again, replace the report that this node wrote by an empty one.
         has_news = stalled or self._written is not None
         if not has_news or now - self._exchanged_at < _POLL_SECS:
             return None
@@ -145,7 +151,7 @@ class HangDetector:
     def _diagnose(
         self, reports: dict[int, list[TrainerActivity]], size: int, now: float
     ) -> HangDiagnosis | None:
-        """Compare the reports; None if there is no culprit or other nodes may still report."""
+        """Compare the reports; return None if no culprit is found or other nodes may yet report."""
         activities = [activity for report in reports.values() for activity in report]
         # An empty report means that the trainers of that node move again: the job does not hang.
         diagnosis = name_culprit(activities) if all(reports.values()) else None
@@ -154,7 +160,7 @@ class HangDetector:
             return None
         if self._suspected_since is None:
             self._suspected_since = now
-        # Nodes without a report are assumed to have moving trainers until the limit has passed.
+        # A node writes no report while its trainers move. Assume that until the limit has passed.
         limit_secs = max(
             max(activity.page.hang_timeout_secs, step_limit_secs(activity.page))
             for activity in activities
@@ -184,7 +190,7 @@ class HangDetector:
 
 
 def read_stacks(job_dir: Path, activity: TrainerActivity) -> str:
-    """The stacks of a trainer: of the kernel, and of Python if the process can run."""
+    """Return a trainer's kernel stack, and its Python stacks if the process can run."""
     page = activity.page
     if page.state == STOPPED:
         python_stack = "a stopped process cannot write its stacks"
@@ -197,7 +203,7 @@ def read_stacks(job_dir: Path, activity: TrainerActivity) -> str:
 
 
 def _read_python_stack(path: Path, pid: int, number: int) -> str:
-    """Signal a trainer to append its stacks to the file at ``path``, and read them."""
+    """Signal a trainer to append its Python stacks to the file at ``path``, and return them."""
     try:
         before = content = path.read_bytes()
         os.kill(pid, number)
@@ -215,7 +221,7 @@ def _read_python_stack(path: Path, pid: int, number: int) -> str:
 
 
 def _read_kernel_stack(pid: int) -> str:
-    """State and kernel stack of the process, as far as this user may read them."""
+    """Return the process state and kernel stack, as far as this user may read them."""
     lines = []
     for name in ("status", "wchan", "stack"):
         with suppress(OSError):

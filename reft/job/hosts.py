@@ -1,7 +1,7 @@
-"""The hosts that train and their numbers of trainers, from DeepSpeed's hostfile or from Slurm.
+"""Finds the hosts that train, and the trainers on each, in DeepSpeed's hostfile or from Slurm.
 
-Both replace options of torchrun. A hostfile has lines ``HOST slots=N``. Under Slurm, a step starts
-one launcher per node:
+Either source fills in options of torchrun that the user would otherwise write. A hostfile has lines
+``HOST slots=N``. Under Slurm, one srun command (a job step) starts one launcher per node:
 
     srun --ntasks-per-node=1 --no-kill reft launch --slurm train.py
 
@@ -34,7 +34,7 @@ _COMMAND = "srun --ntasks-per-node=1 --no-kill reft launch --slurm"
 _PORTS = 1000
 _QUERY_SECS = 20.0
 _TASKS = re.compile(r"(\d+)(?:\(x\d+\))?")
-# Options in the arguments of srun, and in the comments of a script for sbatch.
+# Patterns of options, in the arguments of srun or in the #SBATCH comments of a batch script.
 _BAD_EXIT = re.compile(r"\s(?:--kill-on-bad-exit(?:=(\d))?|-[A-Za-z]*K(\d?))(?=\s)")
 _NO_KILL = re.compile(r"\s(?:--no-kill(?!=off)(?:=\S*)?|-[A-Za-z]*k)(?=\s)")
 _WAIT = re.compile(r"\s(?:--wait[=\s]|-W\s?)(\d+)(?=\s)")
@@ -45,10 +45,11 @@ _PROGRAM = re.compile(r"--$|(?:.*/)?(?:reft|python|bash|sh)\b")
 
 
 def apply_hostfile(args: argparse.Namespace) -> None:
-    """Apply the hostfile, ``--include``, ``--exclude`` and ``--num-gpus``.
+    """Turn the hostfile, ``--include``, ``--exclude`` and ``--num-gpus`` into torchrun's options.
 
     Args:
-        args: receives torchrun's options, and in ``devices`` the devices of this node to use.
+        args: parsed command line. torchrun's options are set in it, and ``devices``, the devices of
+            this node to use.
 
     Raises:
         ConfigError: this host is not in the hostfile or is excluded, or options contradict each
@@ -95,7 +96,11 @@ def apply_hostfile(args: argparse.Namespace) -> None:
 def _read_slots(
     hostfile: str | None, include: str, exclude: str
 ) -> tuple[dict[str, list[int]], ...]:
-    """Read the slots of each host as DeepSpeed's launcher does: all slots, then the used ones."""
+    """Read each host's slots (device indices) with the functions of DeepSpeed's launcher.
+
+    Returns:
+        All slots by host, and the slots that remain after ``include`` and ``exclude``.
+    """
     from deepspeed.accelerator import get_accelerator
     from deepspeed.launcher.runner import fetch_hostfile, parse_resource_filter
 
@@ -119,11 +124,11 @@ def _read_slots(
 
 
 def nodes_without_spares(nodes: int, spares: int, source: str) -> str:
-    """The value of ``--nnodes`` if some of the nodes are spares.
+    """Return the value of ``--nnodes``, the number of nodes that train, without the spares.
 
     Args:
         nodes: number of all nodes.
-        spares: number of nodes that wait.
+        spares: number of nodes that wait to replace a lost one.
         source: where the nodes are listed, for the error message.
 
     Raises:
@@ -138,17 +143,17 @@ def nodes_without_spares(nodes: int, spares: int, source: str) -> str:
 
 
 def show_devices(devices: Sequence[int], environ: MutableMapping[str, str]) -> None:
-    """Set the variables that restrict a process to these devices of the node."""
+    """Set the environment variables that restrict a process to the given devices of the node."""
     from deepspeed.accelerator import get_accelerator
 
     get_accelerator().set_visible_devices_envs(environ, devices)
-    # DeepSpeed sets CUDA's variable only, and HIP prefers its own.
+    # DeepSpeed sets only CUDA_VISIBLE_DEVICES; if HIP's own variable is set, HIP prefers it.
     if _HIP_DEVICES in environ:
         environ[_HIP_DEVICES] = ",".join(map(str, devices))
 
 
 def is_this_host(name: str) -> bool:
-    """Whether ``name``, or an address that it resolves to, is this machine's."""
+    """Whether the host called ``name``, or an address to which it resolves, is this machine."""
     if name in ("localhost", socket.gethostname(), socket.getfqdn()):
         return True
     try:
@@ -165,10 +170,11 @@ def is_this_host(name: str) -> bool:
 
 
 def apply_slurm(args: argparse.Namespace) -> None:
-    """Apply Slurm's variables to the options that were not given.
+    """Fill in options that the user left out from Slurm's environment variables.
 
     Args:
-        args: receives torchrun's options, and the names of the run, the memory and the node.
+        args: parsed command line. torchrun's options are set in it, and the names of the run, of
+            the job's memory and of the node.
 
     Raises:
         ConfigError: this process is not in a Slurm step, the step has several tasks on a node, or
@@ -202,12 +208,12 @@ def apply_slurm(args: argparse.Namespace) -> None:
         port = DEFAULT_PORT + int(job) % _PORTS
         args.rdzv_endpoint = format_endpoint(find_first_host(node_list), port)
     if args.rdzv_id in ("", "none"):
-        # P7: the memory has one name in all steps of a job, also after a requeue, and a different
-        # name for every task of an array.
+        # P7: the job's memory has the same name in all steps of a job, also after a requeue, and
+        # a different name for every task of a job array.
         args.job_id = args.job_id or safe_name(name)
-        # Every step is a new run, because a node cannot join a run that has ended.
+        # Every step gets its own run id, because a node cannot join a run that has ended.
         args.rdzv_id = f"{name}.{_number(environ, 'SLURM_RESTART_COUNT')}.{step}"
-    # Slurm's nodes are failure domains, whatever their hosts are called.
+    # Each Slurm node is a failure domain of its own, even if two report the same host name.
     args.node_id = args.node_id or environ.get("SLURMD_NODENAME")
     if is_first and nodes > 1:
         for warning in find_deadly_settings(job, step, environ):
@@ -215,7 +221,7 @@ def apply_slurm(args: argparse.Namespace) -> None:
 
 
 def _check_step(job: str, step: str, nodes: int, node_list: str) -> None:
-    """Check that srun has started exactly one such process on every node. Raises ConfigError."""
+    """Raise ConfigError unless srun has started exactly one launcher on every node."""
     if not job.isdecimal():
         raise ConfigError(
             f"--slurm: Slurm did not start this process (SLURM_JOB_ID is {job or 'not set'}); "
@@ -235,22 +241,22 @@ def _check_step(job: str, step: str, nodes: int, node_list: str) -> None:
 
 
 def find_first_host(node_list: str) -> str:
-    """The first host of Slurm's list: ``nid[0012-0015,0020],login1`` gives ``nid0012``."""
+    """Return the first host of a Slurm list: ``nid[0012-0015,0020],login1`` gives ``nid0012``."""
     name = re.match(r"(?:[^,\[]|\[[^\]]*\])*", node_list)
     return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", name[0] if name else "")
 
 
 def _number(environ: Mapping[str, str], name: str) -> int:
-    """The number in a variable; 0 if it is not set."""
+    """Return the number in an environment variable; 0 if it is unset or not a number."""
     text = environ.get(name, "")
     return int(text) if text.isdecimal() else 0
 
 
 def find_deadly_settings(job: str, step: str, environ: Mapping[str, str]) -> list[str]:
-    """Find settings of Slurm that end the remaining nodes when one is lost (P12).
+    """Find settings by which Slurm ends the remaining nodes when one is lost (P12).
 
-    Slurm does not pass the options of ``srun`` to its tasks. They are read from srun's process if
-    it runs on this host; the other settings come from the controller.
+    Slurm does not pass the options of ``srun`` to its tasks, so they are read from the command line
+    of the srun process if it runs on this host. The other settings come from Slurm's controller.
 
     Returns:
         Warnings that say what to write instead.
@@ -270,7 +276,7 @@ def find_deadly_settings(job: str, step: str, environ: Mapping[str, str]) -> lis
             f"Slurm ends all nodes of this step when one launcher fails (KillOnBadExit: {source}), "
             "and none is left to continue: write srun --kill-on-bad-exit=0"
         )
-    # The option overrides the variable, which overrides the site's configuration.
+    # The option --wait overrides SLURM_WAIT, which overrides WaitTime of the site's configuration.
     waits = [*_WAIT.findall(words)[-1:], environ.get("SLURM_WAIT", "")]
     waits += re.findall(r"^WaitTime\s*=\s*(\d+)", site, re.M)
     wait_secs = int(next((secs for secs in waits if secs.isdecimal()), 0))
@@ -296,7 +302,7 @@ def find_deadly_settings(job: str, step: str, environ: Mapping[str, str]) -> lis
 
 
 def _find_srun(job: str, step: str) -> tuple[str, Mapping[str, str]] | None:
-    """The options and environment of this step's srun; None if it runs on another host."""
+    """Return the options and environment of this step's srun; None if it runs on another host."""
     process = re.search(r"SrunHost:Pid=([^\s:]+):(\d+)", _query("show", "step", f"{job}.{step}"))
     own_names = (
         socket.gethostname(),
@@ -316,7 +322,10 @@ def _find_srun(job: str, step: str) -> tuple[str, Mapping[str, str]] | None:
 
 
 def _query(*words: str) -> str:
-    """The output of scontrol; empty if it fails, because warnings must not stop the job."""
+    """Return the output of ``scontrol``; empty if the command fails.
+
+    The output only serves warnings, so a failure must not stop the job.
+    """
     command = ["scontrol", *words]
     try:
         done = subprocess.run(

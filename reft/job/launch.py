@@ -1,6 +1,7 @@
-"""``reft launch``: torchrun's options and one daemon per node; the job survives lost nodes.
+"""``reft launch``: a replacement of torchrun with the same options, whose jobs survive lost nodes.
 
-The training script runs through :mod:`reft.job.script`, so that it needs no change.
+It also starts one daemon per node, which outlives the trainers. The training script runs through
+:mod:`reft.job.script`, which installs reft's import hook, so the script needs no change.
 """
 
 from __future__ import annotations
@@ -60,10 +61,10 @@ _TORCHS_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"  # TorchElastic's default
 class JobEnd(Enum):
     """How the job ended on this node; decides what happens to its memory."""
 
-    UNFINISHED = auto()  # It was stopped or has failed, and may be started again
+    UNFINISHED = auto()  # The job was stopped or has failed, and may be started again
     WELL = auto()  # All trainers exited without an error
     LEFT = auto()  # This node left on request, and the others have committed without it
-    REPLACED = auto()  # This node was cut off, and the job continued without it
+    REPLACED = auto()  # This node was cut off from the others, which continued without it
 
 
 _STATUS_AT_END = {JobEnd.WELL: ENDED_WELL, JobEnd.LEFT: "it has left, as requested"}
@@ -84,7 +85,7 @@ class Launcher:
         self._hangs = HangDetector(options.node, self._memory.path)
         self._agent: Agent | None = None
         self._fork_server: ForkServer | None = None
-        # P4: a node with a declared id is a failure domain of its own; otherwise its host is one.
+        # P4: if the user gave the node an id, the node is a failure domain; otherwise its host is.
         host = f"host {socket.gethostname()} {kernel_id()[:8]}"
         domain = options.node if options.node_declared else host
         self._board = JobStatus(
@@ -131,7 +132,7 @@ class Launcher:
             nodes=list(agreement.nodes),
             restarts_used=agreement.restarts_used,
         )
-        # Also at a restart: a trainer may have been killed while it built an operator.
+        # Checked at restarts, too: a trainer may have been killed while it compiled an operator.
         warn_abandoned_builds()
         self._note_start(agreement)
 
@@ -176,7 +177,8 @@ class Launcher:
 
     def round_over(self) -> None:
         self._round_ended_at = time.time()
-        # The job's `reft` block says how long the next round waits for replacements of lost nodes.
+        # The job's `reft` block limits how long the next round waits for replacements of lost
+        # nodes.
         elastic = (read_json(self._memory.path / CONFIG_FILE) or {}).get("elastic", {})
         self.rendezvous.wait_secs = elastic.get("wait_secs")
 
@@ -256,7 +258,7 @@ class Launcher:
         options = self._options
         self._prepare_environment()
         if options.warm:
-            # TorchElastic sets this variable for its trainers, too.
+            # The trainers will have this variable, because TorchElastic sets it for them.
             shared = {**os.environ, "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
             self._fork_server = ForkServer(options.preload, shared)
         rendezvous = self.rendezvous = self.backend.join()
@@ -279,7 +281,7 @@ class Launcher:
             return self.conclude(agent, agent.run())
         except RendezvousTimeoutError as error:
             message = self._describe_timeout()
-            # A node that never took part does not close the run: others may train or keep waiting.
+            # A node that took part in no round must not close the run: others may be training.
             if rendezvous.incarnation:
                 rendezvous.shutdown(message)
             raise JobEndedError(message) from error
@@ -363,7 +365,7 @@ class Launcher:
         reason = failure.reason if failure else "the trainers failed"
         self.rendezvous.shutdown(f"node {self._options.node} gave up: {reason}")
         note(self._memory.path, ENDED, reason=reason)
-        # A refusal was logged when it happened; TorchElastic's table of exit codes adds nothing.
+        # If reft refused the job, the reason is already logged: omit TorchElastic's error table.
         if failure is None or failure.cause is not ExitCause.REFUSED:
             words = (a for a in self._options.arguments if not a.startswith("-"))
             name = next(words, self._options.entrypoint)
@@ -371,10 +373,13 @@ class Launcher:
         return failure.exit_code if failure else 1
 
     def _grace_secs(self) -> float:
-        """The grace period in seconds: from the command line, or else from the ``reft`` block."""
+        """Time in seconds that trainers get to commit and exit after a stop signal.
+
+        It is taken from the command line, or else from the job's ``reft`` block.
+        """
         if self._options.grace_secs is not None:
             return self._options.grace_secs
-        # Trainers write their block into this file for the daemon.
+        # Trainers write their `reft` block into this file for the daemon.
         block = read_json(self._memory.path / CONFIG_FILE) or {}
         return float(block.get("grace_secs", parse_block({}).grace_secs))
 
@@ -393,12 +398,13 @@ class Launcher:
         self._release_memory()
 
     def _end_daemon(self, daemon: DaemonSupervisor) -> None:
-        """End the daemon after it has written the newest version, if storage lacks it."""
+        """End the daemon. If storage lacks the newest version, let the daemon write it first."""
         persist = parse_block(read_json(self._memory.path / CONFIG_FILE) or {}).persist
         ended_well = self._end is JobEnd.WELL
         was_stopped = self._end is JobEnd.UNFINISHED and self._signals.received is not None
         exports = persist.export_at_end is not None and (was_stopped or ended_well)
-        # The last version is taken when the script ends, and its memory is removed below.
+        # When a script ends well, its last version exists in memory only, which is removed below:
+        # the daemon must write it first.
         stores = exports or (persist.dir is not None and ended_well)
         if stores and not was_stopped:
             flush_secs = persist.timeout_secs
@@ -417,7 +423,7 @@ class Launcher:
             subprocess.run(command, check=False)
 
     def _release_memory(self) -> None:
-        """Remove the job's memory on this node, or log where it stays for the next start."""
+        """Remove the job's memory on this node; if a later start may need it, log where it is."""
         keep = self._options.keep_memory
         if self._end in (JobEnd.WELL, JobEnd.LEFT) and not keep:
             logs = self._options.config.logs_specs
@@ -433,10 +439,9 @@ class Launcher:
 
 
 def _seconds_between(start: float | None, end: float | None) -> float | None:
-    """Seconds between two wall-clock times; at least 0, because the clock may be set in between.
+    """Return the seconds between two wall-clock times; None if one of the times is unknown.
 
-    Returns:
-        None if one of the times is unknown.
+    The result is never negative, although the clock may be set back between the two times.
     """
     return None if start is None or end is None else max(0.0, end - start)
 
@@ -445,8 +450,9 @@ def main(argv: Sequence[str]) -> int:
     """Command line of ``reft launch``.
 
     Returns:
-        The exit code: 0 if the job ended well; 1 or the code of the first failed trainer; 2 for
-        wrong usage; 76 if another node took this one's place; 128 + n after a stop by signal n.
+        The exit code: 0 if the job ended well; 1, or the code of the trainer that failed first, if
+        it failed; 2 for wrong usage; 76 if another node took this one's place; 128 + n after a stop
+        by signal n.
     """
     _log_to_stderr("", "launcher")
     try:
@@ -458,7 +464,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def launch(options: LaunchOptions) -> int:
-    """Run a launcher with parsed options; returns the exit code as :func:`main` does."""
+    """Run a launcher with parsed options; return the same exit codes as :func:`main`."""
     _log_to_stderr(options.job_id, f"launcher {options.node}")
     if options.script is not None and not options.script.exists():
         logger.error(
@@ -482,7 +488,7 @@ def launch(options: LaunchOptions) -> int:
 def _log_to_stderr(job: str, process: str) -> None:
     set_place(job, process)
     to_stderr()
-    # The agent logs why a trainer ended; TorchElastic would log only the signal that ended it.
+    # reft's agent logs why a trainer ended; TorchElastic's message names only the exit signal.
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
 
 

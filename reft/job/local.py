@@ -1,4 +1,4 @@
-"""Several launchers on this machine, each a node that can be lost; for commands that try a job."""
+"""Runs several launchers on this machine, each a node that can be lost: for trials of a job."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class LocalNode:
 
 
 class LocalNodes:
-    """Starts launchers, and finds all of their processes by a token in their environment.
+    """Starts launchers, and finds all processes below them by a token in their environment.
 
     Args:
         environment: variables for all nodes, in addition to those of this process.
@@ -50,7 +50,7 @@ class LocalNodes:
         self.started: list[LocalNode] = []
         self._token = uuid.uuid4().hex
         inherited = {k: v for k, v in os.environ.items() if k not in _NOT_INHERITED}
-        # The launchers find reft even if it is not installed but runs from its sources.
+        # With the sources on the path, launchers can import reft even if it is not installed.
         sources = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join(p for p in (sources, inherited.get("PYTHONPATH")) if p)
         self._environment = {**inherited, "PYTHONPATH": path, **environment}
@@ -72,8 +72,8 @@ class LocalNodes:
             options: options of the launcher.
             program: the training script and its arguments.
         """
-        # -P keeps modules of the working directory out. The memory directory comes last, so that it
-        # overrides the options.
+        # -P keeps the working directory out of the module search path. --memory-dir comes after
+        # the options, so that it overrides a value given there.
         words = [
             "-P",
             "-m",
@@ -105,7 +105,7 @@ class LocalNodes:
         """Kill all processes of these nodes, and wait until none is left."""
         deadline = time.monotonic() + _KILL_SECS
         marks = {f"{self._token}:{node.name}" for node in nodes}
-        # All are stopped first, so that none starts another process while the others are killed.
+        # Stop (SIGSTOP) all processes first, so that none forks while others are being killed.
         number = signal.SIGSTOP
         while (processes := [*self._processes(marks)]) and time.monotonic() < deadline:
             for process in processes:
@@ -116,7 +116,7 @@ class LocalNodes:
 
     def _processes(self, marks: Collection[str]) -> Iterator[psutil.Process]:
         for node in self.started:
-            node.process.poll()  # Removes zombies
+            node.process.poll()  # Reaps the launcher if it has ended
         for process in psutil.process_iter():
             with suppress(psutil.Error):
                 is_marked = process.environ().get(ENV_CLUSTER) in marks
@@ -125,7 +125,7 @@ class LocalNodes:
 
 
 def handle_stop_signals() -> None:
-    """Make the first stop signal raise KeyboardInterrupt; later ones do not disturb the cleanup.
+    """Make the first stop signal raise KeyboardInterrupt, and ignore later ones during cleanup.
 
     A signal that was ignored when this process started stays ignored.
     """

@@ -1,4 +1,4 @@
-"""The job's memory directory on a node, locked by the node's launcher."""
+"""Creates, locks and removes the job's memory directory (arenas on tmpfs) on a node."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from reft.node.history import keep_history
 logger = logging.getLogger(__name__)
 
 EXITS_PREFIX = "exits-"  # Prefix of the directories with the trainers' exit notes
-# A launcher that was just killed holds its lock until the kernel has removed the process.
+# Wait for the lock: a launcher that was just killed holds it until the kernel has removed it.
 _LOCK_SECS = 5.0
 
 
@@ -41,8 +41,8 @@ class NodeMemory:
     """The job's memory directory on this node, held by one launcher at a time.
 
     Args:
-        memory_dir: directory with the memory of all jobs on this node.
-        job_id: name of the job's memory.
+        memory_dir: directory with one directory per job, in tmpfs.
+        job_id: name of the job's directory in it.
         node: id of this node.
     """
 
@@ -56,12 +56,12 @@ class NodeMemory:
         self._made = False  # Whether this launcher has created the directory
 
     def environ(self, secret: bytes, holder_pid: int, *, declared: bool) -> dict[str, str]:
-        """Environment variables of the node's trainers.
+        """Return the environment variables by which the node's trainers find this directory.
 
         Args:
-            secret: the user's secret.
-            holder_pid: process that holds the directory's lock for the trainers.
-            declared: whether the user gave the node's id.
+            secret: the user's secret, which authenticates connections.
+            holder_pid: id of the process that holds the directory's lock for the trainers.
+            declared: whether the user, not reft, chose the node's id.
         """
         return {
             ENV_NODE_ID: self.node,
@@ -78,7 +78,8 @@ class NodeMemory:
         Raises:
             JobInUseError: another launcher, or a job under plain torchrun, holds the directory.
             ConfigError: the directory cannot be created.
-            AuthenticationError: it belongs to another user, or was made with another secret.
+            AuthenticationError: the directory belongs to another user, or was made with another
+                secret.
         """
         check_place(self.path)
         self._made = not os.path.lexists(self.path)
@@ -96,10 +97,10 @@ class NodeMemory:
         for left in self.path.glob(f"{EXITS_PREFIX}*"):
             shutil.rmtree(left, ignore_errors=True)
         if not self.holds_versions():
-            # A secret without memory protects nothing, and would conflict with the user's secret.
+            # A secret file without arenas protects nothing, and may differ from the user's secret.
             (self.path / SECRET_FILE).unlink(missing_ok=True)
         elif not os.path.lexists(self.path / SECRET_FILE):
-            # The secret is lost, so only arenas that open with the user's secret can be read.
+            # The secret file is lost: keep arenas that open with the user's secret, remove others.
             for path, arena in scan(self.path, secret):
                 if isinstance(arena, Arena):
                     arena.close()
@@ -121,18 +122,18 @@ class NodeMemory:
         return self.job_dir
 
     def make_again(self, secret: bytes) -> None:
-        """Create and lock the directory again if it was removed under the running job.
+        """Create and lock the directory again if it was removed while the job runs.
 
         Raises:
-            JobInUseError: another job has created it and holds its lock.
-            ReftError: it cannot be created.
+            JobInUseError: another job has created the directory and holds its lock.
+            ReftError: the directory cannot be created.
         """
         if self._lock is None or self._lock.lies_in(self.path):
             return
         logger.error("%s was removed, with all versions on this node; it is made again", self.path)
         try:
             make_job_directory(self.memory_dir, self.job_id)
-            # The lock comes first, because another job may have created the directory meanwhile.
+            # Lock before using the directory: another job may have created it meanwhile.
             lock = JobLock(self.path, self.job_id, wait_secs=_LOCK_SECS)
             self._lock.close()
             self._lock = lock
@@ -145,7 +146,7 @@ class NodeMemory:
             ) from error
 
     def discard_unused(self) -> None:
-        """Remove the directory if this launcher created it and no version was taken."""
+        """Remove the directory if this launcher created it and it holds no version."""
         if self._made and self._lock is not None and not self.holds_versions():
             if self._is_ours():
                 shutil.rmtree(self.path, ignore_errors=True)
@@ -154,8 +155,8 @@ class NodeMemory:
     def _is_ours(self) -> bool:
         """Whether the directory still belongs to this launcher (P7).
 
-        It may have been removed and created again: by another job, which then holds its lock, or by
-        this job's trainers, which do not lock it.
+        The directory may have been removed and created again: by another job, which then holds the
+        new directory's lock, or by this job's trainers, which do not lock it.
         """
         if self._lock is None or self._lock.lies_in(self.path):
             return True
@@ -171,7 +172,7 @@ class NodeMemory:
         return False
 
     def holds_versions(self) -> bool:
-        """Whether there are arenas in the directory."""
+        """Whether the directory holds arenas, files that each hold one version of a rank."""
         return any(self.path.glob(f"*{ARENA_SUFFIX}"))
 
     def remove(self, log_dir: Path | None = None) -> None:

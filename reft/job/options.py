@@ -1,8 +1,8 @@
 """Options of ``reft launch``: those of torchrun, and reft's own.
 
-The parser extends torchrun's own parser by one group. It uses argparse, not typer, because every
-version of torch must find its own options accepted. Torch is imported only when something is
-parsed, so ``reft launch --help`` does not wait for it.
+The parser is torchrun's own, from the installed version of torch, with one more group of options;
+hence argparse, not typer. Torch is imported only to parse a command line, so ``reft launch --help``
+does not wait for it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 REFT_BACKEND, ETCD_BACKEND = "c10d", "etcd-v3"
-MAX_FAILURES = 3  # Consecutive failures of trainers without a new version in between
+MAX_FAILURES = 3  # Restarts without a new version in between, after which the job ends
 _BY_NODE, _ACROSS_NODES = "by-node", "across-nodes"
 DESCRIPTION = (
     "Start this node's trainers like torchrun, with reft: the training state is kept in the memory "
@@ -60,7 +60,7 @@ _ENVIRONMENT = (
 
 
 def add_own_options(parser: argparse.ArgumentParser) -> None:
-    """Add reft's options; as in torchrun, each may be written with dashes or underscores."""
+    """Add reft's options to a parser. As in torchrun, names may have dashes or underscores."""
     parser.epilog = _ENVIRONMENT
     group = parser.add_argument_group("reft")
 
@@ -233,34 +233,37 @@ _NUMBERS = frozenset(
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """A complete command line."""
+    """The options of one launcher, with all defaults filled in."""
 
     config: LaunchConfig  # torchrun's part of the options
-    entrypoint: str
+    entrypoint: str  # Program that is started as trainer, usually the Python interpreter
     script: Path | None  # The training script; None for a module or another program
-    arguments: tuple[str, ...]
-    memory_dir: Path
+    arguments: tuple[str, ...]  # Arguments of the entrypoint
+    memory_dir: Path  # Directory on tmpfs with one directory per job
     node: str  # Id of this node
-    node_declared: bool  # The id was given, which declares the node to be a failure domain
-    job_id: str
+    node_declared: bool  # Whether the user gave the id, and so declared a failure domain
+    job_id: str  # Name of the job's directory in memory_dir
     block_file: Path | None  # File with the ``reft`` block; None if DeepSpeed's JSON has it
-    dry_run: bool
-    daemon: bool
-    keep_memory: bool
-    grace_secs: float | None  # Time for trainers after a stop signal; None: as in the block
-    stop_secs: float  # Time for trainers to end when a round is over
-    free_restarts: int  # Restarts after lost peers, without progress in between
+    dry_run: bool  # Whether trainers end before the first step, after printing reft's plan
+    daemon: bool  # Whether to start a node daemon
+    keep_memory: bool  # Whether the memory stays when the job ends well
+    # Seconds for trainers to commit and exit after a stop signal; None: as in the reft block
+    grace_secs: float | None
+    stop_secs: float  # Seconds for trainers to end when a round is over, before SIGKILL
+    # Consecutive restarts after lost peers, without progress, that do not count as restarts
+    free_restarts: int
     restarts_renew: bool  # Whether each new version resets the count of used restarts
-    # Whether the others wait for a replacement of a node that is stopped by a signal
+    # Whether a node that was stopped by a signal is replaced, rather than ending the whole job
     awaits_replacement: bool
-    rank_stride: int  # Stride of the round-robin rank assignment; 0: consecutive ranks on a node
+    # Consecutive ranks that a node gets in each turn of the round-robin; 0: all at once
+    rank_stride: int
     devices: tuple[int, ...] | None  # Devices of this node that its trainers see; None: all
-    warm: bool  # Trainers are forked from a process with preloaded imports
+    warm: bool  # Whether trainers are forked from a process that has imported torch
     preload: tuple[str, ...]  # Modules that this process imports
 
     @property
     def join_timeout_secs(self) -> float:
-        """How long a node waits for a round to form."""
+        """Longest time in seconds that a node waits for a round to form."""
         return float(self.config.rdzv_configs.get("join_timeout", 600))
 
 
@@ -278,7 +281,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.set_defaults(
         rdzv_backend=os.environ.get("PET_RDZV_BACKEND", _AUTO),
         max_restarts=os.environ.get("PET_MAX_RESTARTS"),
-        # None if they were not given, because --slurm has better values than torchrun's defaults.
+        # None marks options that were not given: --slurm fills them in before torchrun's defaults.
         nnodes=os.environ.get("PET_NNODES"),
         nproc_per_node=os.environ.get("PET_NPROC_PER_NODE"),
     )
@@ -297,10 +300,10 @@ def parse_options(argv: Sequence[str]) -> LaunchOptions:
 
 
 def collect_options(args: argparse.Namespace) -> LaunchOptions:
-    """Complete the parsed options.
+    """Check the parsed options and fill in defaults.
 
     Args:
-        args: the result of :func:`make_parser`, or of a parser that extends it.
+        args: options parsed by the parser of :func:`make_parser`, or by one that extends it.
 
     Raises:
         ConfigError: options contradict each other; the message says what to write.
@@ -333,10 +336,10 @@ def collect_options(args: argparse.Namespace) -> LaunchOptions:
     if restarts_renew:
         args.max_restarts = MAX_FAILURES
     if args.rdzv_id in ("", "none"):
-        # Two jobs without an id that share a rendezvous must not be mistaken for one job.
+        # Without an id, two jobs that share a rendezvous store would be taken for one job.
         args.rdzv_id = job_id
     if "/" in args.rdzv_id or len(os.fsencode(args.rdzv_id)) > _MAX_RUN_ID_BYTES:
-        # TorchElastic uses it as the name of its log directory.
+        # TorchElastic uses the run id as the name of its log directory.
         args.rdzv_id = safe_name(args.rdzv_id)
     try:
         _choose_rendezvous(args)
@@ -357,7 +360,7 @@ def collect_options(args: argparse.Namespace) -> LaunchOptions:
     entrypoint, arguments = _program(args)
     block_file = Path(args.block).absolute() if args.block else None
     if block_file is not None:
-        parse_block(read_block(block_file))  # Refuses a mistake before any trainer starts
+        parse_block(read_block(block_file))  # Raises for an invalid block before trainers start
     has_device = any(map(os.path.exists, ("/dev/nvidiactl", "/dev/kfd")))
     return LaunchOptions(
         config=config,
@@ -386,7 +389,7 @@ def collect_options(args: argparse.Namespace) -> LaunchOptions:
 
 
 def _choose_rendezvous(args: argparse.Namespace) -> None:
-    """Resolve the backend as torchrun does, but prefer one that can replace nodes."""
+    """Choose the rendezvous backend as torchrun does, but always one that can replace nodes."""
     max_nodes = int(args.nnodes.rpartition(":")[2])
     old_style = (
         args.master_port is not None or args.master_addr != "127.0.0.1" or args.node_rank != 0
@@ -402,8 +405,8 @@ def _choose_rendezvous(args: argparse.Namespace) -> None:
     elif args.rdzv_backend == _AUTO and args.rdzv_endpoint:
         args.rdzv_backend = REFT_BACKEND
     elif args.rdzv_backend == "static" or (args.rdzv_backend == _AUTO and old_style):
-        # In torchrun, such nodes have fixed ranks and cannot be replaced. Here node 0 serves the
-        # store, and the ranks are not used.
+        # In torchrun, these options give nodes fixed ranks, so that none can be replaced. Here they
+        # only say where the store is: node 0 serves it.
         args.rdzv_backend = REFT_BACKEND
         args.rdzv_endpoint = args.rdzv_endpoint or format_endpoint(
             args.master_addr, args.master_port or 29500
@@ -421,7 +424,7 @@ def _choose_rendezvous(args: argparse.Namespace) -> None:
 
 
 def _check_rendezvous(config: LaunchConfig) -> None:
-    """Refuse backends that serve processes without the secret (P11)."""
+    """Refuse backends whose store does not authenticate its clients (P11)."""
     backend, store = config.rdzv_backend, config.rdzv_configs.get("store_type", "tcp")
     if backend not in (REFT_BACKEND, ETCD_BACKEND) or store != "tcp":
         option = f"--rdzv-backend {backend}"
@@ -436,7 +439,7 @@ def _check_rendezvous(config: LaunchConfig) -> None:
 
 
 def _check_numbers(args: argparse.Namespace, config: LaunchConfig) -> None:
-    """Refuse impossible numbers, which torchrun accepts and on which it fails later."""
+    """Refuse impossible numbers, which torchrun would accept here and fail on later."""
     max_rank = config.max_nodes + args.spares - 1
     for option, number, minimum, maximum in (
         ("--nproc-per-node", config.nproc_per_node, 1, math.inf),
@@ -465,7 +468,7 @@ def _check_numbers(args: argparse.Namespace, config: LaunchConfig) -> None:
 
 def _check_program(args: argparse.Namespace) -> None:
     if getattr(args, "run_path", False):
-        # reft.job.script already runs every script in the way of this option of torchrun.
+        # Not needed: reft.job.script already runs every script as torchrun's --run-path would.
         args.run_path = False
     if args.no_python:
         if args.module:
@@ -478,7 +481,7 @@ def _check_program(args: argparse.Namespace) -> None:
 
 
 def default_node_id(memory_dir: Path) -> str:
-    """A node id from the host name and the memory directory, the same after a restart."""
+    """Make a node id from host name and memory directory; it is the same after a restart."""
     digest = hashlib.blake2b(os.fsencode(memory_dir.resolve()), digest_size=3).hexdigest()
     return f"{socket.gethostname()}-{digest}"
 
@@ -496,13 +499,14 @@ def _program(args: argparse.Namespace) -> tuple[str, tuple[str, ...]]:
 def _complete_rendezvous_conf(config: LaunchConfig) -> None:
     """Set time-outs for a job whose nodes are replaced, unless the user has set them."""
     conf: dict[str, Any] = config.rdzv_configs
-    # How long the remaining nodes wait for a replacement.
+    # Seconds that the remaining nodes wait for a replacement of a lost node.
     conf.setdefault("join_timeout", 1800)
-    # After interval x attempts, a dead node is removed and its place is free (torch: 5 s x 3).
-    # Every heartbeat writes the whole state, so large jobs keep torch's interval.
+    # A node without heartbeat for interval x attempts is removed, and its place is free (torch's
+    # defaults: 5 s x 3). A heartbeat writes the state of all nodes, so large jobs send fewer.
     conf.setdefault("keep_alive_interval", 1 if config.max_nodes <= _SMALL_JOB_NODES else 5)
     conf.setdefault("keep_alive_max_attempt", 5 if config.max_nodes <= _SMALL_JOB_NODES else 3)
-    # Bounds the wait for a node that dies after joining, before it publishes its trainers' store.
+    # Limits the wait for the address of the trainers' store: the first node may die before it
+    # publishes that.
     conf.setdefault("read_timeout", min(30.0, float(conf["join_timeout"])))
     if config.min_nodes < config.max_nodes:
         conf.setdefault("last_call_timeout", 10)
@@ -531,7 +535,7 @@ def _memory_dir(args: argparse.Namespace) -> Path:
 
 
 def find_warnings(options: LaunchOptions) -> list[str]:
-    """Find options that are valid but probably mistakes."""
+    """Return warnings about options that are valid but probably mistakes."""
     warnings, directory = [], options.memory_dir
     kind = _find_file_system(directory)
     if kind not in (*_IN_MEMORY, ""):
@@ -553,17 +557,19 @@ def find_warnings(options: LaunchOptions) -> list[str]:
 
 
 def check_memory_size(memory_dir: Path) -> None:
-    """Refuse the /dev/shm that containers have by default, in which no version would fit (P9).
+    """Refuse a file system of 64 MiB or less, in which no version would fit (P9).
+
+    Containers have a /dev/shm of that size by default.
 
     Raises:
-        ConfigError: the file system is no larger than that.
+        ConfigError: the file system is too small.
     """
     directory = memory_dir
     while not directory.exists():
         directory = directory.parent
     stats = os.statvfs(directory)
     total_bytes = stats.f_blocks * stats.f_frsize
-    if 0 < total_bytes <= _CONTAINER_SHM_BYTES:  # 0: not a file system for files, such as /proc
+    if 0 < total_bytes <= _CONTAINER_SHM_BYTES:  # 0: a pseudo file system, such as /proc
         raise ConfigError(
             f"--memory-dir {memory_dir} has {total_bytes / 2**20:.0f} MiB in all, as /dev/shm has "
             "in a container unless it asks for more: no version would fit. In Kubernetes mount a "
@@ -573,7 +579,7 @@ def check_memory_size(memory_dir: Path) -> None:
 
 
 def _find_file_system(path: Path) -> str:
-    """The type of the file system at a path, such as tmpfs; empty if it is unknown."""
+    """Return the type of the file system at a path, such as tmpfs; empty if it is unknown."""
     target, kind, longest = path.resolve(), "", 0
     with suppress(OSError):
         for line in Path("/proc/self/mounts").read_text().splitlines():

@@ -3,17 +3,18 @@
     python -P -m reft.job.script script.py ARGS...
     python -P -m reft.job.script -m package.module ARGS...
 
-``-P`` keeps the working directory out of ``sys.path`` while reft is imported, because a
-``logging.py`` there belongs to the script. The script gets the path that ``python`` would give it.
+``-P`` keeps the working directory out of ``sys.path`` while reft is imported: a module there, for
+example ``logging.py``, is meant for the script only. Before the script runs, ``sys.path`` is set to
+what ``python`` would give it.
 
-``reft launch`` starts trainers this way. Nothing heavy is imported before the script runs, because
-scripts set environment variables first. The traceback and the exit code are the script's own,
-except after the loss of a peer.
+``reft launch`` starts trainers this way. Neither torch nor DeepSpeed is imported before the script
+runs, because scripts set environment variables that these read at import. The traceback and the
+exit code are the script's own, except after the loss of a peer.
 
 TorchElastic counts every failed worker group against ``--max-restarts``, so one lost node would use
 up a restart on each of its peers. Here a trainer records whether it failed for its own reason or
-because a peer vanished (:class:`ExitNote`), and the agent judges all trainers of the node together
-(:func:`judge`).
+because a peer vanished (:class:`ExitNote`), and the agent, the part of the launcher that watches
+trainers, judges all trainers of the node together (:func:`judge`).
 """
 
 from __future__ import annotations
@@ -50,20 +51,20 @@ EX_FENCED = 76
 """Exit code of a launcher that was cut off while the job continued without its node."""
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-"""Signals that stop a launcher. Its exit code is then 128 + n, whatever its trainers' are."""
+"""Signals that stop a launcher. Its exit code is then 128 + n, whatever its trainers return."""
 
 
 def not_ignored(numbers: Iterable[signal.Signals]) -> tuple[signal.Signals, ...]:
-    """The signals that this process may handle.
+    """Return the signals among ``numbers`` that this process does not ignore.
 
-    If the parent ignores a signal (``nohup``, or a shell for a background process), this process
-    must continue when that signal arrives.
+    A signal that the parent set to be ignored (``nohup``, or a shell for a background process) must
+    stay ignored.
     """
     return tuple(number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN)
 
 
 _LAUNCHER_CODES = frozenset({EX_FENCED, *(128 + number for number in STOP_SIGNALS)})
-"""Exit codes that mean something for a launcher, and so must not come from a trainer."""
+"""Exit codes with a meaning of their own for a launcher; not passed on from a failed trainer."""
 
 STOPPED_CODES = (128 + signal.SIGTERM, 128 + signal.SIGINT)
 """Exit codes of a trainer that ended in good order after a stop signal."""
@@ -73,22 +74,22 @@ class ExitCause(StrEnum):
     """Why a trainer ended."""
 
     REFUSED = "refused"
-    """reft refused the script's request or the state that is left, or the script cannot run. Every
-    restart would end in the same way, so the job ends at once."""
+    """reft refused what the script requests, or the state that it would restore; or the script
+    cannot be run. Every restart would end in the same way, so the job ends at once."""
     SIZE = "size"
     """reft refused the number of nodes. Uses no restart: another number may fit."""
     OWN = "own"
-    """Its own error, exit code or signal. Uses one of ``--max-restarts``."""
+    """The trainer's own error, exit code or signal. Uses one of ``--max-restarts``."""
     PEER = "peer"
     """Communication failed because another rank vanished. Uses no restart."""
     STOPPED = "stopped"
     """A peer was stopped, and the whole job exited after a last commit. Uses no restart."""
     ENDED = "ended"
-    """Ended well while other ranks were still training. The reports of the other nodes decide
-    whether they failed because of it."""
+    """The trainer ended well while other ranks were still training. The reports of the other nodes
+    decide whether their trainers failed because this one was gone."""
     UNCLEAR = "unclear"
-    """Aborted by a communication library's watchdog, or by its own code. The reports of the other
-    nodes decide (:func:`reft.job.rendezvous.membership.agree`)."""
+    """The trainer was aborted, by a communication library's watchdog or by its own code. The
+    reports of the other nodes decide which (:func:`reft.job.rendezvous.membership.agree`)."""
 
 
 EXIT_CODES = {
@@ -96,7 +97,7 @@ EXIT_CODES = {
     ExitCause.REFUSED: EX_REFUSED,
     ExitCause.SIZE: EX_REFUSED,
 }
-"""Exit codes of a trainer that ended by an exception; 1 for any other cause."""
+"""Exit code of a trainer that an exception ended, by cause; for causes not listed it is 1."""
 _SCRIPT_ERRORS = (SyntaxError, ModuleNotFoundError)  # Every start of the script fails with these
 _ERROR_CHARS = 240
 _PEER_TYPES = frozenset({"DistNetworkError", "DistStoreError", "TransferError"})
@@ -123,7 +124,8 @@ _PEER_MESSAGES = re.compile(
 def is_peer_failure(error: BaseException) -> bool:
     """Whether an exception, or one in its chain, means that communication was lost.
 
-    A false positive costs a bounded number of free restarts; a false negative may end the job.
+    Err towards True: a false positive costs a bounded number of restarts that do not count, but a
+    false negative may end the job.
     """
     visited: set[int] = set()
     pending: list[BaseException | None] = [error]
@@ -149,7 +151,8 @@ def _is_communication_error(error: BaseException) -> bool:
         return True
     if "DistBackendError" in names:
         return not _OWN_BACKEND_ERRORS.search(str(error))
-    # gloo and torch's C++ raise plain RuntimeErrors; a ConnectionError of the script is an OSError.
+    # gloo and torch's C++ code raise plain RuntimeErrors. A ConnectionError, which the script's own
+    # connections may raise, is an OSError and does not count.
     return isinstance(error, RuntimeError) and bool(_PEER_MESSAGES.search(str(error)))
 
 
@@ -165,7 +168,7 @@ class ExitNote:
 
     @classmethod
     def from_error(cls, error: BaseException) -> ExitNote:
-        """The note of a trainer that was ended by an exception."""
+        """Return the note of a trainer that was ended by an exception."""
         cause = ExitCause.PEER if is_peer_failure(error) else ExitCause.OWN
         if is_refusal(error) or isinstance(error, _SCRIPT_ERRORS):
             cause = ExitCause.REFUSED
@@ -186,13 +189,13 @@ class ExitNote:
     def write(self, directory: Path, local_rank: int) -> None:
         from reft.durable import whole_file
 
-        # Without fsync: the reader is on this host, and a crash of the host needs no note.
+        # No fsync: the reader is on this host, and after a crash of the host nobody reads the note.
         with whole_file(directory / f"{local_rank}.json", sync=False) as file:
             file.write(json.dumps(asdict(self)).encode())
 
     @classmethod
     def read(cls, directory: Path, local_rank: int) -> ExitNote | None:
-        """Read the note of a trainer; None if there is none or it cannot be read."""
+        """Return the note of a trainer; None if there is none or it cannot be read."""
         try:
             fields = json.loads((directory / f"{local_rank}.json").read_text())
             return cls(ExitCause(fields["cause"]), str(fields["error"]))
@@ -204,7 +207,7 @@ class ExitNote:
 class WorkerExit:
     """How one local trainer ended."""
 
-    exit_code: int | None  # As ``Popen.returncode`` (negative: signal); None: still shutting down
+    exit_code: int | None  # As ``Popen.returncode``: -n for signal n; None: still shutting down
     note: ExitNote | None
 
     @property
@@ -235,11 +238,11 @@ class WorkerExit:
 
 @dataclass(frozen=True)
 class TrainerFailure:
-    """The verdict on a node's trainers that ended before the agent stopped the rest."""
+    """Why a node's trainers failed, judged by those that ended before the agent ended the rest."""
 
     cause: ExitCause
     local_rank: int
-    exit_code: int  # Exit code of the launcher if the job is not restarted
+    exit_code: int  # Exit code of the launcher if it does not restart the trainers
     reason: str
     ended_early: bool = False  # The cause is a rank that ended well before its peers had finished
 
@@ -263,11 +266,16 @@ def judge(exits: Mapping[int, WorkerExit]) -> TrainerFailure:
 
 
 def name_ended_early(failure: TrainerFailure, ended: Mapping[int, str]) -> TrainerFailure:
-    """Blame a rank that ended well, if other ranks lost it and nothing else explains the failure.
+    """Blame a rank that ended well before the others, if nothing else explains the failure.
+
+    The other ranks then failed because they lost the connection to it.
 
     Args:
         failure: the failure of this node's trainers.
-        ended: this node's trainers that ended well, by global rank, with their exit code and step.
+        ended: this node's trainers that ended well, by global rank: text with exit code and step.
+
+    Returns:
+        The corrected failure, or ``failure`` itself.
     """
     if not ended or failure.cause not in (ExitCause.PEER, ExitCause.UNCLEAR):
         return failure
@@ -278,10 +286,11 @@ def name_ended_early(failure: TrainerFailure, ended: Mapping[int, str]) -> Train
 
 
 def shell_code(end: WorkerExit) -> int:
-    """The exit code of a launcher that gives up because of this trainer.
+    """Return the exit code of a launcher that gives up because of this trainer.
 
-    It is the trainer's code as a shell reports it, 128 + n for signal n. If that code would mean
-    success, or that the launcher itself was stopped or cut off, it is 1.
+    It is the trainer's code as a shell reports it: 128 + n for signal n. Codes that would mean that
+    the launcher itself was stopped or cut off are replaced by 1. A trainer that failed without a
+    code of its own, or with code 0, gives the code of its cause (``EXIT_CODES``, otherwise 1).
     """
     if end.exit_code is None or end.exit_code == 0:
         return EXIT_CODES.get(end.cause, 1)
@@ -302,7 +311,7 @@ def die_with_launcher() -> None:
         return
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    # If the launcher died before prctl, no signal arrives.
+    # If the launcher died before the call of prctl, the kernel sends no signal.
     if os.getppid() != int(launcher):
         os._exit(1)
 
@@ -352,7 +361,10 @@ def run_module(name: str) -> None:
 
 
 def _new_main(file: str) -> ModuleType:
-    """Make a ``__main__`` that stays in place for exit handlers, threads and spawned children."""
+    """Install a new module ``__main__``. Unlike runpy's, it remains when the script has returned.
+
+    Exit handlers, threads and spawned children of the script use it then.
+    """
     main = ModuleType("__main__")
     main.__file__ = file
     main.__dict__["__builtins__"] = builtins
@@ -366,7 +378,7 @@ def _not_runnable(reason: str) -> SystemExit:
 
 
 def run_and_classify(run: Callable[[], None]) -> int:
-    """Run the script; print and record how it ended.
+    """Run the script; print its error if it fails, and record how it ended.
 
     Returns:
         The exit code: 0; 1 after an exception; 2 after a refusal by reft; 75 after the loss of
@@ -398,7 +410,7 @@ def run_and_classify(run: Callable[[], None]) -> int:
 
 
 def _show(error: BaseException) -> None:
-    """Print the traceback as ``python`` would; for a refusal by reft, print what to change."""
+    """Print the traceback as ``python`` would; if reft refused, only the message and the remedy."""
     if is_refusal(error):
         write_refusal(error)
     else:
@@ -407,7 +419,7 @@ def _show(error: BaseException) -> None:
         while trace is not None and trace.tb_frame.f_code.co_filename in own_files:
             trace = trace.tb_next
         error.__traceback__ = trace
-        # As in the interpreter: exit handlers recognize a failed script by these variables.
+        # The interpreter sets these, too: exit handlers recognize a failed script by them.
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
         sys.excepthook(type(error), error, trace)
     with contextlib.suppress(OSError, ValueError, AttributeError):
@@ -416,8 +428,8 @@ def _show(error: BaseException) -> None:
 
 def _note(error: BaseException) -> ExitCause:
     note = ExitNote.from_error(error)
-    # If the script catches a communication error and exits by itself, the cause is still a lost
-    # peer, so a note is written. For any other exit the exit code suffices.
+    # A script may catch a communication error and call sys.exit; the cause is still a lost peer,
+    # so a note is written. For any other call of sys.exit the exit code says enough.
     if not (isinstance(error, SystemExit) and note.cause is ExitCause.OWN):
         _write_note(note)
     return note.cause
@@ -426,9 +438,9 @@ def _note(error: BaseException) -> ExitCause:
 def _note_good_end() -> None:
     """Record a good end before the interpreter shuts down.
 
-    The shutdown takes seconds, in which peers that have lost this rank may fail.
+    The shutdown takes seconds. Peers that fail meanwhile because this rank is gone need the record.
     """
-    # Without this module there is no progress page to read.
+    # If the module was never imported, this trainer has no progress page to read the step from.
     progress = sys.modules.get("reft.node.progress")
     step = progress.newest_step() if progress is not None else 0
     end = f"exit code 0 at step {step}" if step else "exit code 0"
@@ -457,8 +469,8 @@ def leave(code: int) -> NoReturn:
     """Exit this process.
 
     With torch loaded, a complete shutdown of the interpreter takes a second. After the loss of a
-    peer all nodes would wait for it, so the process then exits directly. In any case threads are
-    joined and exit handlers run.
+    peer the restart of the job would wait for that, so this process then skips it. In either case
+    threads are joined and exit handlers run.
     """
     if code == EX_PEER_FAILED:
         python_threads: Any = threading
@@ -474,16 +486,20 @@ def leave(code: int) -> NoReturn:
 
 
 def run(argv: list[str]) -> int:
-    """Run a script, or after ``-m`` a module, with the import hook.
+    """Run a script, or after ``-m`` a module, with the import hook installed.
 
-    ``sys.path`` gets the first entry that ``python`` would give it.
+    The first entry of ``sys.path`` becomes the one that ``python`` would put there.
+
+    Args:
+        argv: the script or ``-m`` and the module, followed by its arguments.
 
     Returns:
         The exit code of :func:`run_and_classify`.
     """
     mark(BEGAN)
     hook_imports()
-    if not os.environ.get("PYTHONSAFEPATH"):  # This process itself runs with -P
+    # -P of this process is not meant for the script; PYTHONSAFEPATH, set by the user, is.
+    if not os.environ.get("PYTHONSAFEPATH"):
         if argv[0] == "-m":
             sys.path.insert(0, os.getcwd())
         elif os.path.isfile(argv[0]):  # For a directory, runpy adds the entry

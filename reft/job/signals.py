@@ -1,4 +1,4 @@
-"""The signals of a launcher: stop signals, and SIGUSR1, which requests that its node leaves."""
+"""Handles a launcher's signals: stop signals, and SIGUSR1, which asks its node to leave the job."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ _IMPATIENT_SECS = 1.0  # A second Ctrl-C within this time may be the same key pr
 class StopSignals:
     """Turns the first stop signal into TorchElastic's exception.
 
-    Later signals do not interrupt the shutdown, but a second Ctrl-C cuts the grace period short.
+    Later signals do not interrupt the shutdown; a second Ctrl-C ends the trainers' grace period.
 
     Attributes:
-        received: the stop signal; None before it arrives.
-        impatient: whether Ctrl-C was pressed again, so that trainers are no longer waited for.
+        received: the first stop signal; None before it arrives.
+        impatient: whether Ctrl-C was pressed again; the launcher then stops waiting for trainers.
         asked_to_leave: whether SIGUSR1 arrived. Reset by the code that acts on it.
-        closing: whether the launcher is shutting down, which takes bounded time and is not
-            interrupted.
+        closing: whether the launcher is shutting down. That takes a bounded time, so stop signals
+            no longer interrupt it.
     """
 
     def __init__(self) -> None:
-        # Read once at the start, because TorchElastic replaces the handlers with each new round.
+        # Stop signals that the parent did not ignore. Read now, because TorchElastic replaces the
+        # handlers with each new round.
         self._handled = not_ignored(STOP_SIGNALS)
         self.received: signal.Signals | None = None
         self.impatient = False
@@ -45,20 +46,21 @@ class StopSignals:
     def handled_names(self, names: str) -> str:
         """Remove ignored signals from ``names``, a comma-separated list.
 
-        If TorchElastic handled such a signal while it starts trainers, they would not inherit that
-        the signal is ignored.
+        Processes inherit which signals are ignored, but not handlers. If TorchElastic handled an
+        ignored signal while it starts trainers, the trainers would no longer ignore it.
         """
         ignored = {number.name for number in STOP_SIGNALS if number not in self._handled}
         return ",".join(name for name in names.split(",") if name.strip() not in ignored)
 
     def elapsed_secs(self) -> float:
-        """Seconds since the stop signal; 0 if there was none."""
+        """Return the seconds since the stop signal; 0 if there was none."""
         return time.monotonic() - self._received_at if self.received is not None else 0.0
 
     def ignore(self) -> None:
         """Ignore all signals from here on, so that none changes the exit code.
 
-        While it exits, the interpreter restores the default actions, which would kill the process.
+        An exiting interpreter restores the default actions of handled signals, and the default
+        action of a stop signal would kill the process.
         """
         for number in (*STOP_SIGNALS, LEAVE_SIGNAL):
             signal.signal(number, signal.SIG_IGN)

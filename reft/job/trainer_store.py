@@ -1,8 +1,9 @@
 """The store by which the trainers of one round find each other: a TCPStore on loopback only (P11).
 
-Torch's store serves every process that reaches its port. Therefore the launcher of the first node
-serves it on loopback, to its own host only. The other launchers listen on their own loopback and
-relay their trainers' connections to that launcher through an authenticated server. Trainers on
+A round is one start of the trainers on all nodes. Torch's TCPStore does not authenticate: it serves
+every process that reaches its port. Therefore the launcher of the first node serves the store on
+loopback, to its own host only. The other launchers listen on their own loopback and relay their
+trainers' connections to the first launcher, which accepts authenticated relays only. Trainers on
 every node find the store at ``127.0.0.1``.
 """
 
@@ -38,7 +39,7 @@ _ENDPOINT_KEY = "trainers"
 
 
 class TrainerStore:
-    """The store of one round on one node, served or relayed.
+    """One node's end of the trainers' store: it serves the store, or relays to the first node.
 
     Attributes:
         port: port on loopback at which the node's trainers find the store.
@@ -63,14 +64,15 @@ class TrainerStore:
         *,
         incarnation: int = 0,
     ) -> TrainerStore:
-        """Serve the store on the first node; relay to it on the others.
+        """Serve the store if this is the first node; otherwise relay to the first node.
 
         Args:
             store: the rendezvous store, with the round's prefix.
             secret: the user's secret.
-            group_rank: group rank of this node.
+            group_rank: group rank of this node; 0: the first node.
             nodes: number of nodes of this round; a single node accepts no relays.
-            local_addr: ``--local-addr``; None: the address on the route to the rendezvous store.
+            local_addr: value of ``--local-addr``, the address of this node for the other nodes;
+                None: the address on the route to the rendezvous store.
             incarnation: number of this start of the job; relays of other starts are refused.
 
         Raises:
@@ -93,18 +95,18 @@ class TrainerStore:
         return served
 
     def admit_relays(self, listener: socket.socket, secret: bytes) -> int:
-        """Accept the relays of the other nodes; returns the port to which they connect."""
+        """Accept the relays of the other nodes; return the port to which they connect."""
         self._server = AuthenticatedServer(listener, secret, PURPOSE, self._serve_relay)
         return self._server.port
 
     @classmethod
     def serve(cls, incarnation: int = 0) -> TrainerStore:
-        """Serve the store to this host only."""
+        """Start a store that serves this host only."""
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         listener = listen(LOOPBACK, 0)
         served = cls(int(listener.getsockname()[1]), incarnation)
-        # The store is given a descriptor, because it would open a port on all interfaces itself.
+        # Pass a listening descriptor: TCPStore itself would open a port on all interfaces.
         options: dict[str, Any] = {
             "is_master": True,
             "wait_for_workers": False,
@@ -113,7 +115,7 @@ class TrainerStore:
         try:
             served._store = TCPStore(LOOPBACK, served.port, **options)
         except NotImplementedError:
-            # In torch 2.4 the default store, on libuv, accepts no descriptor.
+            # The default store of torch 2.4, which uses libuv, accepts no descriptor.
             served._store = TCPStore(LOOPBACK, served.port, **options, use_libuv=False)
         return served
 
@@ -159,7 +161,7 @@ class TrainerStore:
         self._closed.set()
         if self._listener is not None:
             with suppress(OSError):
-                # Wakes the accepting thread.
+                # Closing alone does not wake the thread that waits in accept(); shutdown does.
                 self._listener.shutdown(socket.SHUT_RDWR)
             self._listener.close()
         self._store = None
@@ -168,15 +170,16 @@ class TrainerStore:
 def deal_ranks(workers: Sequence[int], stride: int) -> tuple[tuple[int, ...], ...]:
     """Assign global ranks to the trainers of a job.
 
-    DeepSpeed, and Megatron by default, give consecutive ranks to the data-parallel peers of a
-    pipeline stage, and within them to the slices of a tensor-parallel group. torchrun gives
-    consecutive ranks to one node, so that peers share nodes. A round-robin assignment with the
-    tensor-parallel degree as stride puts neighbouring peers on different nodes and keeps a
-    tensor-parallel group on one.
+    In DeepSpeed, and in Megatron by default, the tensor-parallel index varies fastest with the
+    rank, then the data-parallel index, then the pipeline stage. torchrun numbers each node's ranks
+    consecutively, so data-parallel peers end up on the same node. A round-robin assignment with the
+    tensor-parallel degree as stride puts neighbouring data-parallel peers on different nodes, and
+    still keeps each tensor-parallel group on one node.
 
     Args:
         workers: number of trainers of each node, by group rank.
-        stride: number of ranks that a node gets in each turn; 0: all of them, as in torchrun.
+        stride: number of consecutive ranks that a node gets in each turn of the round-robin; 0: a
+            node gets all its ranks at once, as in torchrun.
 
     Returns:
         The global ranks of each node, by local rank.
@@ -198,7 +201,7 @@ def trainer_environ(
     port: int,
     restarts: tuple[int, int] = (0, 0),
 ) -> dict[str, str]:
-    """The variables of a trainer, with torchrun's names.
+    """Return the environment variables that tell a trainer its rank, with torchrun's names.
 
     Args:
         rank: global rank, and number of trainers of the job.
@@ -220,7 +223,7 @@ def trainer_environ(
         "MASTER_PORT": str(port),
         "TORCHELASTIC_RESTART_COUNT": str(restarts[0]),
         "TORCHELASTIC_MAX_RESTARTS": str(restarts[1]),
-        # The launcher, or the node's first process, serves the store; rank 0 must not.
+        # Tells torch that a store is already served at MASTER_PORT, so rank 0 must not start one.
         "TORCHELASTIC_USE_AGENT_STORE": str(True),
     }
 
@@ -249,7 +252,7 @@ def _relay_connection(
 
 
 def _pass_bytes(connection: socket.socket, channel: Channel) -> None:
-    """Pass bytes in both directions until one side closes its connection."""
+    """Copy bytes between both connections, in both directions, until one side closes."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.settimeout(None)
     channel.settimeout(None)

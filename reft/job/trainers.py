@@ -1,4 +1,4 @@
-"""The trainer processes of one node: started as torchrun does, watched, signalled and killed."""
+"""Starts the trainer processes of one node as torchrun does, watches, signals and kills them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ from reft.job.trainer_store import deal_ranks, trainer_environ
 logger = logging.getLogger(__name__)
 
 _CONSECUTIVE_FAILURES_SECS = 1.0
-"""Trainers of a node fail one after another; the first seen need not be the first that failed."""
+"""How long to wait for the failures that follow a first one. The trainers of a node fail one after
+another, and the one whose failure is noticed first need not be the one that failed first."""
 _OWN_CAUSES = (ExitCause.REFUSED, ExitCause.OWN)
 _CLOSE_SECS = 30
 _MAX_NAMED = 10
@@ -38,12 +39,13 @@ _OPTIONAL_ARGUMENTS = ("numa_options", "duplicate_stdout_filters", "duplicate_st
 
 
 class Trainers:
-    """The trainers of one node, in one round at a time.
+    """The trainers of one node. The object is used for one round after another.
 
     Args:
         options: options of the launcher.
-        exits_dir: directory in which a new one is made for the trainers' exit notes.
-        signals: signals of the launcher; a repeated Ctrl-C ends the wait for trainers.
+        exits_dir: parent of the directory, made here, to which trainers write their exit notes: a
+            small file in which a trainer records why it ends.
+        signals: signals of the launcher; a repeated Ctrl-C ends the wait for trainers to exit.
     """
 
     def __init__(self, options: LaunchOptions, exits_dir: Path, signals: StopSignals) -> None:
@@ -106,8 +108,8 @@ class Trainers:
         ranks = deal_ranks(agreement.workers, agreement.rank_stride)[group_rank]
         local_size, world_size = len(ranks), sum(agreement.workers)
         node = (group_rank, len(agreement.members))
-        # Older versions of torch use the number of restarts in the keys under which trainers find
-        # each other, so it must be the same on all nodes.
+        # Older versions of torch put the number of restarts into the store keys under which
+        # trainers find each other. Derive it from the round, which is the same on all nodes.
         restarts = (agreement.round - 1, config.max_restarts)
         shared = {
             "ROLE_NAME": config.role,
@@ -147,11 +149,14 @@ class Trainers:
     # -- their state -------------------------------------------------------------------------------
 
     def running(self) -> list[int]:
-        """Process ids of the trainers that run."""
+        """Return the process ids of the trainers that are running."""
         return [process.pid for process in self._processes().values() if process.poll() is None]
 
     def ended(self) -> dict[int, ProcessFailure] | None:
-        """Failed trainers by local rank, empty if all ended well; None while any runs."""
+        """Return the failed trainers by local rank, empty if none failed; None while any runs.
+
+        TorchElastic, which is asked here, ends all other trainers as soon as one has failed.
+        """
         result = self._context.wait(0)
         if result is None:
             return None
@@ -159,23 +164,28 @@ class Trainers:
         return failures
 
     def failures(self) -> dict[int, WorkerExit]:
-        """Trainers that have failed, or whose exit note says that they are failing."""
+        """Return, by local rank, trainers that failed or whose exit note announces a failure."""
         failures = {}
         for local_rank, process in self._processes().items():
             code = process.poll()
-            # A trainer whose script ended well may still fail; its good note is ignored then.
+            # A trainer whose script ended well may still fail while the process shuts down. Then
+            # the exit code counts, not its note.
             note = None if self.script_has_ended(local_rank) else self._read_note(local_rank)
             if code not in (None, 0) or (note is not None and code is None):
                 failures[local_rank] = WorkerExit(code, note)
         return failures
 
     def settled_failures(self, failures: dict[int, WorkerExit]) -> dict[int, WorkerExit]:
-        """Wait until it is clear which trainer failed first, one second at most.
+        """Wait until it is clear which trainer caused the failure, one second at most.
 
-        It is clear when all trainers have ended, or when one of them failed for its own reason.
+        That is clear once all trainers have ended, or once one has failed for its own reason
+        rather than because it lost a peer.
+
+        Args:
+            failures: the failures that :meth:`failures` returned.
 
         Returns:
-            The failures as :meth:`failures` returns them.
+            The failures known when the wait ends, as :meth:`failures` returns them.
         """
         deadline = time.monotonic() + _CONSECUTIVE_FAILURES_SECS
         while failures and time.monotonic() < deadline:
@@ -189,7 +199,11 @@ class Trainers:
         return failures
 
     def ended_well(self) -> dict[int, str]:
-        """Exit code and step of trainers that ended well, or whose script did, by local rank."""
+        """Describe the trainers that ended well, or whose script did, by local rank.
+
+        Returns:
+            Text with the exit code and, if known, the last step of each such trainer.
+        """
         ends = {}
         for local_rank, process in self._processes().items():
             code, note = process.poll(), self._read_note(local_rank)
@@ -216,13 +230,13 @@ class Trainers:
     def end(self, number: int, timeout_secs: float) -> None:
         """Signal the trainers, wait, and kill what is left of their process groups.
 
-        A trainer that handles the signal receives it alone, because it needs its DataLoader's
-        workers to finish its step. Otherwise the whole group receives it, for example a shell and
-        the trainer that it runs.
+        A trainer that has a handler for the signal receives it alone: its DataLoader workers must
+        live on, so that it can finish its step. Without a handler the whole process group receives
+        the signal: the process may be a shell, with the trainer as its child.
 
         Args:
             number: number of the signal.
-            timeout_secs: time between that signal and SIGKILL.
+            timeout_secs: longest time between that signal and SIGKILL.
         """
         processes = [p for p in self._processes().values() if p.pid not in self._ended_groups]
         for process in processes:
@@ -238,10 +252,10 @@ class Trainers:
                 break
             time.sleep(0.05)
         for process in processes:
-            # The group is killed even if the trainer has ended: its children may still run.
+            # Kill the group even if the trainer itself has ended: its children may still run.
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
-            # The kernel may reuse the number for another group, so a group is killed only once.
+            # Kill a group only once: afterwards the kernel may reuse its number for another group.
             self._ended_groups.add(process.pid)
         if any(process.poll() != 0 for process in processes):
             self._kill_detached()
@@ -250,7 +264,7 @@ class Trainers:
         """Kill processes that failed trainers started in sessions of their own.
 
         Such processes may hold ports and devices that the next trainers need. They are recognized
-        by their environment, which they keep even after their parent has ended.
+        by a variable in the environment that they inherited, even if their parent has ended.
         """
         marker = f"{ENV_EXIT_DIR}={self._notes}\0".encode()
         killed = []

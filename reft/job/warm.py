@@ -1,13 +1,15 @@
 """Warm starts: trainers are forked from a process that has imported torch and DeepSpeed.
 
-``reft launch`` starts that process, the fork server, at once, so that it imports while the nodes
-gather. The launcher is the subreaper of its descendants (prctl(2)) during a fork, so it becomes the
-parent of a forked process. It waits for that process, signals and kills it like any process that it
-started itself.
+``reft launch`` starts that process, the fork server, before anything else, so that the imports run
+while the launcher waits for other nodes. During a fork the launcher is the subreaper of its
+descendants (prctl(2)). Thus the kernel makes it the parent of the forked trainer, and it can wait
+for the trainer, signal and kill it as if it had started the trainer itself.
 
 multiprocessing's ``forkserver`` does not fit: its children belong to the server, so their exit
-codes are lost with it; exit handlers of the script do not run; and processes that the script itself
-makes by "forkserver" would come from the launcher's server.
+codes are lost if the server dies; exit handlers of the script do not run; and if the script itself
+uses the start method "forkserver", its processes would come from the launcher's server.
+
+Command line of the server, where FD is its socket to the launcher:
 
     python -P -m reft.job.warm FD MODULE...
 """
@@ -41,13 +43,13 @@ from reft.errors import ReftError
 from reft.job import script
 from reft.job.script import WorkerExit
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("reft.job.warm")  # Run with -m, where __name__ is "__main__"
 
 DEFAULT_MODULES = (
     "numpy.random",
     "torch",
     "torch.distributed",
-    "torch._dynamo",  # Every optimizer imports it when it is constructed
+    "torch._dynamo",  # Otherwise imported when the first optimizer is constructed
     "deepspeed",
     "deepspeed.runtime.pipe.engine",
     "reft",
@@ -72,9 +74,9 @@ READ_AT_IMPORT = (
     "PYTORCH_",
     "TORCH_",
 )
-"""Prefixes of variables that libraries read while they are loaded."""
+"""Prefixes of environment variables that libraries read while they are loaded."""
 READ_LATER = frozenset({"TORCH_CUDA_ARCH_LIST", "TORCH_EXTENSIONS_DIR", "TORCH_HOME"})
-"""Exceptions, which torch and DeepSpeed read later: to compile an operator or download a model."""
+"""Variables that match READ_AT_IMPORT, but are read only to compile an operator or load a model."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _MAX_REQUEST_BYTES = 2**18
 _ENTRY_ROOM_BYTES = 2**14
@@ -92,13 +94,13 @@ _POPEN_OPTIONS = {
     "encoding",
     "errors",
 }
-"""Options of Popen that a fork supports; a program with any other option is started normally."""
+"""Options of Popen that work with the fork server. With any other, a program is not forked."""
 _DEVICE_FILES = ("/dev/kfd", "/dev/nvidia-uvm")
 _prctl = ctypes.CDLL(None).prctl
 
 
 def is_read_at_import(name: str) -> bool:
-    """Whether a variable may already have been read by the libraries that are imported."""
+    """Whether libraries may have read an environment variable when they were imported."""
     return name.startswith(READ_AT_IMPORT) and name not in READ_LATER
 
 
@@ -109,10 +111,10 @@ class ForkRequest:
     argv: list[str]  # A script and its arguments, or ``-m``, a module and its arguments
     env: dict[str, str]
     cwd: str
-    parent: int
-    session: bool  # The program gets its own session
-    unbuffered: bool
-    safe_path: bool  # The program is started with -P
+    parent: int  # Process id of the requesting process, which becomes the parent
+    session: bool  # Whether the program gets its own session (setsid)
+    unbuffered: bool  # Whether the program is started with -u
+    safe_path: bool  # Whether the program is started with -P
 
     def command(self) -> list[str]:
         """The command line that would start the program without a fork server."""
@@ -132,12 +134,13 @@ class ForkError(ReftError, RuntimeError):
 
 
 def fork(connection: socket.socket, request: ForkRequest, fds: Sequence[int]) -> int:
-    """Let a server fork a child of this process.
+    """Let a fork server make a child of this process.
 
     Args:
-        connection: a SOCK_SEQPACKET socket to the server. The first reply comes after its imports.
-        request: the program.
-        fds: the program's standard streams.
+        connection: a SOCK_SEQPACKET socket to the server. The server replies to the first request
+            only when its imports are done.
+        request: the program to run in the child.
+        fds: descriptors of the program's standard input, output and error.
 
     Returns:
         The process id of the child.
@@ -156,8 +159,9 @@ def fork(connection: socket.socket, request: ForkRequest, fds: Sequence[int]) ->
         connection.settimeout(_READY_SECS)
         socket.send_fds(connection, [message], [*fds, read])
         pid = int(connection.recv(64))
-        # The child waits for this byte. If its process id did not arrive here, it reads the end of
-        # the pipe instead and exits: a child that its parent does not know must not run.
+        # The child waits for this byte before it runs the program. If this process has not learnt
+        # the child's process id, the pipe is closed without the byte, and the child exits: a child
+        # whose parent does not know it must not run.
         os.write(write, b"g")
         return pid
     except (OSError, ValueError) as error:
@@ -184,14 +188,14 @@ class ForkingPopen(subprocess.Popen[Any]):
         super().__init__(args, *more, **options)
 
     def server_for(self, program: Sequence[str], env: Mapping[str, str]) -> socket.socket | None:
-        """The connection to a server that forks ``program``; None to start it normally."""
+        """Return the connection to a server that forks ``program``; None to start it normally."""
         return None
 
     def failed(self, error: ForkError) -> None:
         """Called if the fork failed; the program is then started normally unless this raises."""
 
     def _execute_child(self, args: Any, *rest: Any) -> None:
-        # The indices are positions of Popen's private method, which is undocumented.
+        # The indices are argument positions of Popen's private, undocumented _execute_child.
         cwd, env, pipes = os.fspath(rest[4] or os.getcwd()), rest[5], rest[9:15]
         env = dict(os.environ) if env is None else {str(k): str(v) for k, v in env.items()}
         server = self.server_for(self._program, env) if self._program else None
@@ -205,7 +209,7 @@ class ForkingPopen(subprocess.Popen[Any]):
                 unbuffered="-u" in self._flags or bool(env.get("PYTHONUNBUFFERED")),
                 safe_path="-P" in self._flags or bool(env.get("PYTHONSAFEPATH")),
             )
-            streams = (pipes[0], pipes[3], pipes[5])  # -1: the stream of this process
+            streams = (pipes[0], pipes[3], pipes[5])  # -1: inherit the stream of this process
             fds = [number if fd == -1 else fd for number, fd in enumerate(streams)]
             try:
                 self.pid = fork(server, request, fds)
@@ -219,9 +223,9 @@ class ForkingPopen(subprocess.Popen[Any]):
 
 
 class ForkServer:
-    """Starts the server, and makes TorchElastic start trainers through it.
+    """Starts the fork server, and makes TorchElastic start trainers through it.
 
-    If the server has died, it is restarted with the next trainers.
+    A server that has died is started again when the next trainers start.
 
     Args:
         modules: modules that the server imports.
@@ -254,8 +258,8 @@ class ForkServer:
         self._starts += 1
         self._server, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         environ = {
-            # After a query of CUDA or HIP for devices, a process cannot be forked. With this
-            # variable, torch queries NVML instead, or amdsmi on AMD's devices.
+            # A process that has queried CUDA or HIP for devices cannot be forked safely. With this
+            # variable, torch queries NVML (on AMD's devices amdsmi) instead.
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
             **self._environ,
             ENV_ROOM: "x" * _ENTRY_ROOM_BYTES,
@@ -271,7 +275,11 @@ class ForkServer:
             )
 
     def _server_for(self, env: Mapping[str, str]) -> socket.socket | None:
-        """The connection to the server; None if trainers with this environment start cold."""
+        """Return the connection to the server, which is started again if it has died.
+
+        Returns:
+            None if trainers with the environment ``env`` must start without preloaded imports.
+        """
         code = self._process.poll()
         if code not in (None, _EX_NOT_FORKABLE) and self._starts < _MAX_STARTS:
             logger.warning(
@@ -312,11 +320,11 @@ class ForkServer:
 
 
 class ProcTitle:
-    """The command and environment that /proc shows for this process and its forks.
+    """Changes the command and environment that /proc shows for this process and its forks.
 
-    The kernel reads both from the memory where it wrote them when the process started. ENV_ROOM
-    makes that memory large enough for other values. Construct this object before libraries keep
-    pointers into the memory.
+    The kernel reads both from the memory where it wrote them when the process started. The
+    launcher makes that memory large enough for longer values by a padding variable, ENV_ROOM.
+    Construct this object before libraries keep pointers into the memory.
     """
 
     def __init__(self) -> None:
@@ -327,7 +335,7 @@ class ProcTitle:
         self._command, self._command_end, self._environ, self._environ_end = map(int, fields[45:49])
 
     def show(self, argv: Sequence[str], environ: Mapping[str, str]) -> None:
-        """Show these values from now on; values that do not fit are left out."""
+        """Make /proc show these values from now on; values that do not fit are left out."""
         variables = [f"{name}={value}" for name, value in environ.items()]
         _write(self._environ, self._environ_end, variables)
         _write(self._command, self._command_end, argv)
@@ -344,19 +352,21 @@ def _write(start: int, end: int, texts: Sequence[str]) -> None:
 
 
 def serve(connection: socket.socket, title: ProcTitle, path: Sequence[str]) -> ForkRequest:
-    """Fork at every request. When the other side closes the connection, this process exits.
+    """Serve fork requests; the server itself never returns from here, only forked processes do.
+
+    When the launcher closes the connection, the server process exits.
 
     Args:
         connection: the connection to the launcher.
-        title: command and environment that /proc shows for this process.
-        path: ``sys.path`` without the program's own entry and those of PYTHONPATH.
+        title: changes the command and environment that /proc shows for a forked process.
+        path: ``sys.path`` without the entries that depend on the program and on PYTHONPATH.
 
     Returns:
-        The program to run, in forked processes only. Such a process is set up as if it had been
-        started for the program.
+        In a forked process: the program to run. The process is already set up (environment,
+        directory, streams, ``sys.path``) as if it had been started for this program.
     """
     gc.collect()
-    gc.freeze()  # The collector then does not write to these objects, so their pages stay shared
+    gc.freeze()  # Exempt existing objects from collection: writes would unshare their pages
     inherited = signal.signal(signal.SIGINT, signal.SIG_IGN)
     while True:
         message, fds, _, _ = socket.recv_fds(connection, _MAX_REQUEST_BYTES, 4)
@@ -364,11 +374,12 @@ def serve(connection: socket.socket, title: ProcTitle, path: Sequence[str]) -> F
             os._exit(0)
         request = ForkRequest(**json.loads(message))
         read, write = os.pipe()
-        # Fork twice: when the intermediate process has exited, the launcher, which is the
-        # subreaper, becomes the parent of the second one.
+        # Fork twice: when the process in between has exited, its child is an orphan, and the
+        # kernel makes the launcher, as subreaper, its parent.
         between = os.fork()
         if between == 0:
-            # Set before the program's process exists, because other tools find processes by it.
+            # Set before the program's process exists, because other tools find that process by
+            # its command and environment.
             title.show(request.command(), request.env)
             between, pid = os.getpid(), os.fork()
             if pid:
@@ -388,7 +399,7 @@ def serve(connection: socket.socket, title: ProcTitle, path: Sequence[str]) -> F
             return request
         os.close(write)
         child_pid = os.read(read, 64)
-        # From here on the launcher is the child's parent, and may wait for it.
+        # Once the process in between is reaped, the launcher is the new trainer's parent.
         os.waitpid(between, 0)
         for fd in (read, *fds):
             os.close(fd)
@@ -396,7 +407,7 @@ def serve(connection: socket.socket, title: ProcTitle, path: Sequence[str]) -> F
 
 
 def _become(request: ForkRequest, path: Sequence[str]) -> None:
-    """Make this process look like one that was started for the program."""
+    """Set up this forked process as if it had been started for the program."""
     if request.session:
         os.setsid()
     os.environ.clear()
@@ -405,7 +416,7 @@ def _become(request: ForkRequest, path: Sequence[str]) -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(write_through=request.unbuffered)  # type: ignore[union-attr]
     tempfile.tempdir = None
-    # Forks of one process would draw the same numbers. `random` reseeds itself after a fork.
+    # Without new seeds all forks would draw the same numbers. `random` reseeds itself.
     sys.modules["numpy"].random.seed()
     sys.modules["torch"].random.default_generator.seed()
     importlib.invalidate_caches()
@@ -418,17 +429,17 @@ def _become(request: ForkRequest, path: Sequence[str]) -> None:
 
 
 def reason_not_forkable() -> str:
-    """Why this process cannot be forked; empty if it can be."""
+    """Return why this process cannot be forked safely; empty if it can be."""
     if _count_threads() > 1:
-        # OpenBLAS ends its threads before a fork and restarts them when it needs them. A fork that
-        # exits at once shows whether other threads are left.
+        # OpenBLAS ends its threads before a fork and restarts them on demand. Fork a child that
+        # exits at once; threads that remain afterwards are not OpenBLAS's.
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # Python warns about threads here
+            warnings.simplefilter("ignore", DeprecationWarning)  # Raised by fork with threads
             pid = os.fork()
             if not pid:
                 os._exit(0)
         os.waitpid(pid, 0)
-        # The kernel lists threads for a while after they have ended.
+        # The kernel may list a thread for a short time after it has ended.
         deadline = time.monotonic() + _THREAD_ENDS_SECS
         while _count_threads() > 1 and time.monotonic() < deadline:
             time.sleep(0.001)
@@ -447,7 +458,10 @@ def _count_threads() -> int:
 
 
 def _restart_on_variables(request: ForkRequest) -> None:
-    """Restart this trainer cold if its script sets a variable that was read already (P1)."""
+    """Restart this trainer without preloaded imports if they have missed a variable (P1).
+
+    They have if the script sets an environment variable that libraries read at import.
+    """
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         if event != "os.putenv" or sys.modules["torch"].distributed.is_initialized():
@@ -468,8 +482,8 @@ def _restart_on_variables(request: ForkRequest) -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run the server. Returns in trainers only, after their script."""
-    # Needed while the server imports modules and does not read from the connection.
+    """Run the fork server; a process that it forks runs its training script and exits."""
+    # While the server imports modules, it does not notice that the connection was closed.
     script.die_with_launcher()
     connection, title = socket.socket(fileno=int(argv[0])), ProcTitle()
     connection.set_inheritable(False)
@@ -480,7 +494,7 @@ def main(argv: Sequence[str]) -> None:
     for name in argv[1:]:
         try:
             importlib.import_module(name)
-        except Exception as error:  # A trainer that needs the module reports the whole error
+        except Exception as error:  # A trainer that imports the module will show the traceback
             print(f"reft: {name} cannot be preloaded: {error!r}", file=sys.stderr)
         if reason := reason_not_forkable():
             print(

@@ -1,15 +1,15 @@
 """Arena: one rank's bytes of one version, in a file in host memory that outlives its processes.
 
 The file is mapped by the trainer that writes it and by its readers (the daemon, `reft inspect`,
-the next incarnation). Its header (:mod:`reft.memory.header`) records which rank's version it holds
-and in which state. Each change of state is one record. If a record is torn at any byte, readers see
-the state before it.
+the next incarnation). Its header (:mod:`reft.memory.header`) records which rank's version the
+file holds and in which state. Each change of state writes one record. If a record is torn
+(written only in part), readers see the state before it.
 
 Invariants:
 
-- The header says WRITING before any data byte is overwritten, and the record of the overwritten
-  version is wiped (P3).
-- An arena does not change while a reader has pinned it.
+- Before any data byte is overwritten, the header says WRITING and the record of the old version
+  is wiped (P3).
+- An arena does not change while a reader has pinned it (holds its shared lock).
 - Every block carries the checksum of its bytes (P5).
 - All memory is allocated and touched at creation (P9).
 """
@@ -78,22 +78,24 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _READ_ATTEMPTS = 5
-"""A read fails only if the writer replaced both header copies while the reader looked at them."""
+"""How often a reader tries to read the header. A try fails only if the writer replaced both
+header copies meanwhile."""
 
 Table = NDArray[np.void]
 
 
 def reserved_bytes(data_bytes: int, max_entries: int) -> int:
-    """Size of the arena file in bytes, with header and block table."""
+    """Return the size in bytes of an arena file, including header and block table."""
     return Geometry.of(data_bytes, max_entries).file_bytes
 
 
 class Arena:
-    """An open arena file. Make one with :meth:`create` or :meth:`open`.
+    """An open arena file. Create an object with :meth:`create` or :meth:`open`.
 
-    Locks are `flock` on a file description of its own: a crash releases them, and processes forked
-    from the holder (data loader workers) do not keep them. A writable arena also holds a shared
-    lock on its directory, by which other processes see that the job is alive.
+    An arena is locked with `flock`, on a file description used for nothing else: a crash
+    releases the lock, and processes forked from the holder (data loader workers) do not keep it.
+    A writable arena also holds a shared lock on its directory, which shows other processes that
+    the job is alive.
 
     One thread of one process writes an arena at a time; any number of processes may read it. The
     order for a version is ``begin``, data, ``seal``, ``commit``; ``clear`` discards it.
@@ -109,7 +111,7 @@ class Arena:
             fd: open descriptor of the file; the caller closes it.
             geometry: sizes of the regions.
             secret: the job's secret; None reads without authentication.
-            writable: map for writing.
+            writable: True to map the file for writing.
         """
         self._held: int | None = None
         self._fd = self._directory_fd = -1
@@ -141,8 +143,9 @@ class Arena:
     ) -> Arena:
         """Open ``path`` for writing, with all its memory allocated and touched.
 
-        An existing arena of exactly this size keeps its content. Any other file of this name is
-        replaced by an EMPTY arena, even if it holds a version; the caller decides that.
+        An existing arena of exactly this size keeps its content. Any other file at ``path`` is
+        replaced by an EMPTY arena, even if it holds a version that is still needed: the caller
+        has to check that.
 
         Args:
             path: file in a directory of this job.
@@ -247,10 +250,10 @@ class Arena:
     # ---- content ----
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Store bytes in the data region of an arena whose memory is not allocated yet.
+        """Write bytes into the data region of an arena whose memory is not allocated yet.
 
-        It writes through the file. The mapping takes twice as long, because the kernel first zeroes
-        every page and maps them one by one.
+        Uses the file instead of the mapping, which would take twice as long: the kernel zeroes
+        and maps each new page of a mapping.
 
         Args:
             offset: first byte, from the start of the data region.
@@ -293,18 +296,20 @@ class Arena:
 
     @property
     def data(self) -> memoryview:
-        """The data region, writable if the arena is. Views keep the mapping alive."""
+        """The data region, writable if the arena is open for writing. Views of it keep the
+        mapping alive."""
         return self._data
 
     def header(self) -> ArenaHeader | None:
-        """The current header with its block table; None if the arena is EMPTY or unreadable."""
+        """Return the current header with its block table; None if the arena is EMPTY or
+        unreadable."""
         try:
             return self._newest().header()
         except ArenaError:
             return None
 
     def head(self) -> ArenaHeader | None:
-        """The header without its block table; fast even for thousands of blocks."""
+        """Return the header without its block table; fast even for thousands of blocks."""
         try:
             return self._newest().head
         except ArenaError:
@@ -312,15 +317,16 @@ class Arena:
 
     @property
     def state(self) -> ArenaState:
-        """Recorded state; EMPTY also if the header is unreadable."""
+        """State in the header; EMPTY also if the header is unreadable."""
         head = self.head()
         return ArenaState.EMPTY if head is None else head.state
 
     def lost(self) -> str | None:
-        """Why the next start of the job could not use this file.
+        """Return why the next start of the job could not use this file.
 
         Returns:
-            The rest of a sentence that begins with the path ("was removed"); None if all is well.
+            The reason as the end of a sentence that begins with the path, such as "was removed";
+            None if the next start can use the file.
         """
         try:
             mine, there = os.fstat(self._fd), os.stat(self.path, follow_symlinks=False)
@@ -339,7 +345,7 @@ class Arena:
         return None
 
     def read_block(self, entry: Entry) -> memoryview:
-        """A block's bytes as a view into the mapping; the checksum is not verified.
+        """Return a block's bytes as a view into the mapping; the checksum is not verified.
 
         Raises:
             ArenaError: the block lies outside the data region.
@@ -348,7 +354,9 @@ class Arena:
         return self._data[entry.arena_offset : entry.arena_offset + entry.nbytes]
 
     def verify(self, entry: Entry) -> bool:
-        """Whether the bytes in memory still match the checksum taken when they were copied (P5)."""
+        """Return whether the bytes in memory still match the checksum taken when they were copied
+        (P5).
+        """
         return checksum(self.read_block(entry)) == entry.checksum
 
     # ---- transitions ----
@@ -396,7 +404,7 @@ class Arena:
         self._release_own_lock()
 
     def commit(self) -> None:
-        """Record that every rank sealed this version, which is the result of the second vote.
+        """Record that every rank has sealed this version, as the second vote has found.
 
         Raises:
             ArenaError: the arena is not SEALED.
@@ -412,14 +420,15 @@ class Arena:
     # ---- locks ----
 
     def try_lock_exclusive(self) -> bool:
-        """Lock out readers and other writers; False if there is one. Releases a shared lock."""
+        """Take the exclusive lock. Returns False if a reader or another writer holds the arena.
+        A shared lock of this object is released."""
         if self._held == fcntl.LOCK_EX:
             return True
         self._unlock_after_write = False
         return self._take(fcntl.LOCK_EX)
 
     def lock_shared(self) -> bool:
-        """Pin the content until :meth:`unlock`; False if a writer holds the arena."""
+        """Pin the content until :meth:`unlock`. Returns False if a writer holds the arena."""
         self._unlock_after_write = False
         return self._take(fcntl.LOCK_SH)
 
@@ -454,8 +463,8 @@ class Arena:
         self._map = None
 
     def _close_files(self) -> None:
-        # The numbers are dropped before the files are closed. A child that is forked in between
-        # would otherwise close them again, when they may be the numbers of other files.
+        # Forget the descriptors before closing them. Otherwise a child that is forked in between
+        # would close the same numbers again, when they may belong to other files.
         fds = self._fd, self._directory_fd
         self._fd = self._directory_fd = -1
         self._held = None
@@ -495,7 +504,7 @@ class Arena:
                 self._check_bounds(entry)
             return pack_entries(entries)
         begin, nbytes = entries["arena_offset"], entries["nbytes"]
-        # Compared without adding, because the sum of both may overflow 64 bits.
+        # Compare without adding, because begin + nbytes may overflow 64 bits.
         outside = (begin > self.data_bytes) | (
             nbytes > self.data_bytes - np.minimum(begin, self.data_bytes)
         )
@@ -507,10 +516,10 @@ class Arena:
     def _record(
         self, newest: Record, header: ArenaHeader | None, table: bytes, wipe: bool = False
     ) -> None:
-        """Write a new state over the older header copy, and keep the newer one until it is written.
+        """Write a new state over the older header copy; the newer copy stays valid meanwhile.
 
-        With ``wipe``, the previous copy is then invalidated: damage to the new one must not bring
-        back a block table whose data is being overwritten.
+        With ``wipe``, the previous copy is invalidated afterwards. Otherwise, if the new copy
+        were damaged, readers would use the block table of data that is being overwritten.
         """
         if not self.writable or self._secret is None:
             raise ArenaError(
@@ -530,14 +539,15 @@ class Arena:
             self._store(self._geometry.copy_offset(newest.index), bytes(len(MAGIC)))
 
     def _store(self, offset: int, data: bytes) -> None:
-        """Store header bytes; the only place where they are changed.
+        """Write header bytes into the mapping. No other function changes them.
 
-        Data comes before its header, without a memory barrier between them. Readers in other
-        processes do not need one:
+        Data is written before the header that describes it, without a memory barrier in between.
+        Readers in other processes do not need one:
 
-        - A record has a MAC. If only some of its bytes are visible, it reads as torn.
-        - Data has checksums. On a weakly ordered processor a reader may see the record before the
-          data; it then finds a wrong checksum, and treats the data as damaged.
+        - A record has a MAC. If only some of the record's bytes are visible, readers treat it as
+          torn.
+        - Data has checksums. On a weakly ordered processor a reader may see the record before
+          the data; then the checksum does not match, and the reader treats the data as damaged.
         """
         self._view[offset : offset + len(data)] = data
 
@@ -599,7 +609,8 @@ _DECODED = "decoded-"
 
 
 def arena_name(local_rank: int, slot: int) -> str:
-    """File name of an arena. Only its header, not its name, identifies the content."""
+    """Return the file name of an arena. The content is identified by the header, never by this
+    name."""
     return f"rank{local_rank}-slot{slot}{ARENA_SUFFIX}"
 
 
@@ -642,7 +653,7 @@ def scan(
 def headers(
     job_dir: Path, secret: bytes | None, job_id: str | None = None
 ) -> list[tuple[Path, ArenaHeader]]:
-    """Files and headers of a job's arenas, without those that are EMPTY or unreadable."""
+    """Return files and headers of a job's arenas, without those that are EMPTY or unreadable."""
     found = []
     for path, arena in scan(job_dir, secret, job_id):
         if isinstance(arena, Arena):
@@ -656,7 +667,7 @@ def headers(
 def slots_with(
     job_dir: Path, secret: bytes, local_rank: int, label: VersionId
 ) -> dict[int, ArenaHeader]:
-    """The slots of a local rank that hold the complete version ``label`` on this node."""
+    """Return the slots of a local rank that hold the complete version ``label`` on this node."""
     prefix = _prefix(local_rank)
     return {
         int(path.stem.removeprefix(prefix)): header
@@ -683,7 +694,9 @@ class SlotFiles:
         return Arena.create(self.path(slot), data_bytes, max_entries, self.secret)
 
     def coordinate_in(self, path: Path) -> Coordinate | None:
-        """The coordinate whose bytes a file holds; None without a file or a complete version."""
+        """Return the coordinate of the rank whose bytes a file holds; None if there is no file
+        or it holds no complete version.
+        """
         try:
             with Arena.open(path, self.secret) as arena:
                 header = arena.head()
@@ -692,9 +705,9 @@ class SlotFiles:
         return header.coordinate if header is not None and header.state.whole else None
 
     def set_aside(self, path: Path) -> Path:
-        """Rename a file to a slot that the rank does not use; returns the new path.
+        """Rename an arena file to a slot number that the rank does not use; return the new path.
 
-        Recovery finds it there. It is removed after the next commit, like files of an earlier start
+        Recovery still finds the file. The next commit removes it, like files of an earlier start
         that had more slots.
         """
         aside = next(p for n in count(self.count) if not (p := self.path(n)).exists())
@@ -711,7 +724,8 @@ class SlotFiles:
         """Remove arenas of an earlier incarnation that had more slots or more ranks.
 
         Args:
-            unused: slots of this rank that are no longer used; their files are removed, too.
+            unused: slot numbers of this rank that are no longer used; their files are removed,
+                too.
         """
         mine = {arena_name(self.local_rank, slot) for slot in {*range(self.count)} - {*unused}}
         ranks = range(self.local_world_size) if self.local_rank == 0 else ()

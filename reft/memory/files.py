@@ -25,7 +25,7 @@ import psutil
 from reft.errors import ArenaError, JobInUseError, OutOfMemoryError
 from reft.memory.header import PAGE_BYTES
 
-# Memory is allocated and touched in steps, so that signals are handled in between
+# Bytes that are allocated or touched at once; between two such steps signals are handled
 _STEP_BYTES = 256 * 2**20
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; not in the mmap module
 _NO_MEMORY = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG)
@@ -79,12 +79,12 @@ def new_file(path: Path, nbytes: int, allocated_bytes: int | None = None) -> int
     """Create a file in memory and return its descriptor.
 
     Args:
-        path: must not exist.
+        path: path of the new file; must not exist.
         nbytes: size of the file.
-        allocated_bytes: size of the first part that is allocated; None for the whole file.
+        allocated_bytes: number of bytes at the beginning of the file to allocate; None for all.
 
     Raises:
-        OutOfMemoryError: it does not fit; the file is removed.
+        OutOfMemoryError: there is not enough memory; the file is removed.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
     if nbytes > free_bytes(path.parent):
@@ -120,7 +120,7 @@ def touch_pages(mapping: mmap.mmap, path: Path) -> None:
 
 
 def touch_by_hand(mapping: mmap.mmap, start: int, length: int) -> None:
-    """Fault in pages as MADV_POPULATE_WRITE does, for kernels without it; changes no byte."""
+    """Fault in pages as MADV_POPULATE_WRITE does, on kernels without it. No byte changes."""
     pages = np.frombuffer(mapping, np.uint8, length, start)[::PAGE_BYTES]
     np.bitwise_or(pages, 0, out=pages)
 
@@ -134,7 +134,8 @@ def out_of_memory(path: Path, wanted: int) -> OutOfMemoryError:
 
 
 def remove_idle_file(path: Path) -> None:
-    """Remove a file that is about to be replaced. Readers keep the old one until they close it.
+    """Remove a file that is about to be replaced. Processes that have it open keep reading the
+    old content.
 
     Raises:
         ArenaError: another process is writing the file.
@@ -159,8 +160,8 @@ def remove_idle_file(path: Path) -> None:
 def reopen(path: Path, fd: int, writable: bool) -> int:
     """Open a second file description of the same file, for its locks.
 
-    The mapping keeps a duplicate of ``fd``. Forked processes inherit that duplicate, and a lock on
-    it would live until they end.
+    The mapping keeps a duplicate of ``fd``, which forked processes inherit. A lock on ``fd``
+    would be held until the last of them ends.
     """
     mode = os.O_RDWR if writable else os.O_RDONLY
     try:
@@ -191,7 +192,7 @@ def hold_directory(directory: Path) -> int:
 
 _PROCESS = Path("/proc/self")
 _CGROUPS = Path("/sys/fs/cgroup")
-# Version 1 of control groups reports a larger number if there is no limit
+# Version 1 of control groups reports a number above this if there is no limit
 _NO_LIMIT = 2**60
 
 
@@ -205,7 +206,7 @@ class Bound:
 
 
 def free_bytes(directory: Path) -> int:
-    """Bytes that can still be allocated in ``directory``.
+    """Return the number of bytes that can still be allocated in ``directory``.
 
     This is the minimum over the file system, the machine and this process's control groups, such as
     a container's or a batch job's.
@@ -220,10 +221,10 @@ def free_bytes(directory: Path) -> int:
 
 
 def bounds(directory: Path, process: Path = _PROCESS, root: Path = _CGROUPS) -> list[Bound]:
-    """All limits on a process's memory: the machine's, its control groups', a file system's.
+    """Return all limits on a process's memory: the machine's, its control groups', a file system's.
 
     Args:
-        directory: a directory in the file system.
+        directory: any directory in the file system whose limit is wanted.
         process: see :func:`cgroup_bounds`.
         root: see :func:`cgroup_bounds`.
     """
@@ -239,13 +240,14 @@ def bounds(directory: Path, process: Path = _PROCESS, root: Path = _CGROUPS) -> 
 
 
 def default_margin_bytes(directory: Path) -> int:
-    """Memory to leave free by default: 1/64 of the file system, at most 1 GiB."""
+    """Return the bytes to leave free by default: 1/64 of the file system, at most 1 GiB."""
     stats = os.statvfs(directory)
     return min(stats.f_blocks * stats.f_frsize // 64, 2**30)
 
 
 def cgroup_free_bytes(process: Path = _PROCESS, root: Path = _CGROUPS) -> Iterator[int]:
-    """Free bytes of each limited control group of a process; negative if one is above its limit.
+    """Return the free bytes of each control group of a process that has a limit; negative if the
+    group uses more than its limit.
 
     Args:
         process: see :func:`cgroup_bounds`.
@@ -255,13 +257,13 @@ def cgroup_free_bytes(process: Path = _PROCESS, root: Path = _CGROUPS) -> Iterat
 
 
 def cgroup_bounds(process: Path = _PROCESS, root: Path = _CGROUPS) -> Iterator[Bound]:
-    """Every limited control group of a process and its parents, in version 1 or 2.
+    """Yield the limits of a process's control groups and of their parents, in version 1 or 2.
 
     Files in tmpfs count as memory in use; page cache that the kernel can drop does not.
 
     Args:
         process: directory of the process in ``/proc``.
-        root: where the control groups are mounted.
+        root: directory at which the control groups are mounted.
     """
     with suppress(OSError):
         for line in (process / "cgroup").read_text().splitlines():
@@ -275,7 +277,8 @@ def cgroup_bounds(process: Path = _PROCESS, root: Path = _CGROUPS) -> Iterator[B
 
 def _free_in(mount: Path, path: str, names: tuple[str, str], prefix: str) -> Iterator[Bound]:
     group = mount / path.lstrip("/")
-    # In a container, the path may be the host's. Groups that are not mounted here are skipped.
+    # In a container, this cgroup path may be the one the host sees; skip cgroups that do not
+    # exist under this mount.
     for directory in (group, *group.parents):
         with suppress(OSError, ValueError):  # "max" means no limit and is not a number
             limit, used = (int((directory / name).read_text()) for name in names)
@@ -317,7 +320,8 @@ class JobLock:
 
     @classmethod
     def join(cls, directory: Path, job_id: str) -> JobLock:
-        """Hold the lock together with the process of the same start that called :meth:`share`.
+        """Join a lock that another process of the same start has taken and has allowed to
+        :meth:`share`.
 
         Raises:
             JobInUseError: another start holds the lock exclusively.
@@ -332,8 +336,9 @@ class JobLock:
         fcntl.flock(self._fd, fcntl.LOCK_SH)
 
     def lies_in(self, directory: Path) -> bool:
-        """Whether the locked file is still the one in ``directory``, which may have been removed
-        and created again."""
+        """Return whether the locked file is still the one in ``directory``, which may have been
+        removed and created again.
+        """
         return _lies_in(self._fd, directory)
 
     def close(self) -> None:
@@ -348,7 +353,8 @@ class JobLock:
             "since": time.time(),
             "command": " ".join(sys.orig_argv)[:_SHOWN_CHARACTERS],
         }
-        with suppress(OSError):  # The file system may be full; the lock does not need this text
+        # The file system may be full; this text is only information about the holder
+        with suppress(OSError):
             os.ftruncate(self._fd, 0)
             os.pwrite(self._fd, json.dumps(who).encode(), 0)
 
@@ -367,10 +373,11 @@ os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def holder(directory: Path) -> dict[str, Any] | None:
-    """The process that holds a job's memory; None if it is free.
+    """Return the process that holds a job's memory; None if it is free.
 
     Returns:
-        ``pid``, ``host``, ``since`` (Unix seconds) and ``command``; empty if they are unknown.
+        ``pid``, ``host``, ``since`` (Unix seconds) and ``command`` of the process; empty if
+        unknown.
     """
     try:
         fd = os.open(directory / LOCK_FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -399,8 +406,8 @@ def _acquire(directory: Path, job_id: str, kind: int, wait_secs: float) -> int:
             continue
         try:
             if try_flock(fd, kind):
-                # P7: the previous holder may have removed the file after it was opened here. A lock
-                # on a removed file protects nothing, so open it again.
+                # P7: the previous holder may have removed the file after this process opened it.
+                # A lock on a removed file protects nothing, so open the path again.
                 if _lies_in(fd, directory):
                     return fd
             elif time.monotonic() >= deadline:
@@ -436,8 +443,9 @@ def try_flock(fd: int, kind: int) -> bool:
 
 
 def _lies_in(fd: int, directory: Path) -> bool:
-    """Whether the open file is still the one in the directory; a job that ends normally removes its
-    directory."""
+    """Return whether the open file is still the one in the directory. It is not if a job that
+    has ended normally has removed the directory.
+    """
     try:
         return os.path.samestat(os.fstat(fd), (directory / LOCK_FILE).lstat())
     except OSError:
@@ -453,7 +461,7 @@ def _who(fd: int) -> dict[str, Any]:
 
 
 def margin_bytes(configured: int | None, directory: Path) -> int:
-    """Memory in bytes that versions leave free on a node.
+    """Return the memory in bytes that versions must leave free on a node.
 
     Args:
         configured: ``memory_margin_bytes`` of the ``reft`` block; None if it is not set.

@@ -1,4 +1,4 @@
-"""The fingerprint that each incarnation of a job worked with: one file in a node's memory."""
+"""The fingerprint of each incarnation (start) of a job, recorded in one file in a node's memory."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from pathlib import Path
 from reft.memory.jobdir import read_json, write_json
 
 FINGERPRINT_FILE = "fingerprint.json"
-# Arenas hold versions of the last two or three incarnations; older records do no harm.
+# Number of incarnations whose records are kept; arenas hold versions of the last two or three.
 _KEPT_INCARNATIONS = 16
 
 
 def record_fingerprint(directory: Path, incarnation: int, encoded: str) -> None:
-    """Record the fingerprint of ``incarnation`` and of those after it that record none. Called by
-    one process of each node.
+    """Record the fingerprint of ``incarnation``. It also counts for later incarnations without a
+    record of their own. Called by one process of each node.
 
     Raises:
         OSError: it cannot be recorded.
@@ -24,16 +24,16 @@ def record_fingerprint(directory: Path, incarnation: int, encoded: str) -> None:
 
 
 def recorded_fingerprint(directory: Path, incarnation: int) -> str | None:
-    """The encoded fingerprint of an incarnation's versions; None if none was recorded."""
+    """Return the encoded fingerprint of an incarnation's versions; None if none was recorded."""
     record = newest_record(directory, incarnation)
     return None if record is None else record[1]
 
 
 def newest_record(directory: Path, incarnation: int) -> tuple[int, str] | None:
-    """:func:`recorded_fingerprint`, with the incarnation that recorded it.
+    """Return the record that counts for ``incarnation``: its own, or the newest older one.
 
-    Of several nodes, the one with the highest incarnation counts: a node that was away does not
-    have the later records.
+    If the records of several nodes differ, the one with the highest number counts: a node that
+    was absent lacks later records.
     """
     records = _read_records(directory).items()
     return max(((n, text) for n, text in records if n <= incarnation), default=None)

@@ -34,7 +34,8 @@ MAGIC = b"REFTARNA"
 FORMAT_VERSION = 1
 PAGE_BYTES = 4096
 DATA_ALIGNMENT_BYTES = 65536
-"""The data region starts on a page boundary of every page size in use (arm64 has 64 KiB pages)."""
+"""The data region starts at a multiple of this, which is a multiple of every page size in use
+(arm64 has 64 KiB pages)."""
 
 _CORE = struct.Struct("<IIQQ")  # format version, kind, sequence, payload bytes
 _DIGESTS = struct.Struct("<Q16s")  # xxh3_64, MAC
@@ -53,7 +54,8 @@ TABLE = np.dtype(
     ]
 )
 """dtype of the packed block table. It has no padding, because NumPy does not copy padding bytes."""
-# Room in a header copy for all fields except the block table; names have at most 255 characters
+# Bytes reserved in a header copy for all fields but the block table; names have at most 255
+# characters
 _HEAD_BYTES = 4096
 
 _SECTIONS = tuple(Section)
@@ -150,7 +152,7 @@ class Record:
     table: bytes  # Packed entries
 
     def header(self) -> ArenaHeader | None:
-        """The header with its entries; slow for thousands of them.
+        """Return the header with its entries; slow for thousands of them.
 
         Raises:
             ArenaError: the block table cannot be decoded. Its digests match, so the cause is a bug
@@ -169,7 +171,8 @@ class TornRecordError(ArenaError):
 
 
 def checksum(data: Buffer) -> int:
-    """xxh3_64 of ``data`` (any contiguous buffer); the GIL is released while it is computed."""
+    """Return xxh3_64 of ``data`` (any contiguous buffer); the GIL is released while it is
+    computed."""
     return xxhash.xxh3_64_intdigest(data)
 
 
@@ -281,7 +284,7 @@ def unpack_entries(table: bytes) -> tuple[Entry, ...]:
 
 
 def encode_header(header: ArenaHeader | None, table: bytes) -> bytes:
-    """Payload of a header copy.
+    """Return the payload of a header copy.
 
     Args:
         header: None for an EMPTY arena; its ``entries`` are ignored.
@@ -334,7 +337,7 @@ def decode_header(payload: bytes) -> tuple[ArenaHeader | None, bytes]:
 
 
 def newest_record(copies: Sequence[memoryview], secret: bytes | None) -> Record:
-    """The valid header copy with the highest sequence number.
+    """Return the valid header copy with the highest sequence number.
 
     Args:
         copies: bytes of both header copies.

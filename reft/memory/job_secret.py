@@ -23,10 +23,10 @@ def parse_secret(text: str, origin: str) -> bytes:
 
     Args:
         text: 64 hexadecimal digits.
-        origin: where the text is from, for the message.
+        origin: description of where the text is from, for the message.
 
     Raises:
-        AuthenticationError: it is no secret.
+        AuthenticationError: the text is not a secret.
     """
     with suppress(ValueError):
         value = bytes.fromhex(text.strip())
@@ -39,17 +39,18 @@ def parse_secret(text: str, origin: str) -> bytes:
 
 
 def read_environment_secret() -> bytes | None:
-    """The job's secret as the launcher passes it to its trainers; None without a launcher."""
+    """Return the job's secret as the launcher passes it to its trainers; None without a
+    launcher."""
     text = os.environ.get(ENV_SECRET)
     return parse_secret(text, ENV_SECRET) if text else None
 
 
 def read_secret(path: Path) -> bytes:
-    """The secret of a job's directory.
+    """Return the secret of a job's directory.
 
     Raises:
-        AuthenticationError: it is missing or malformed, belongs to another user, or others can read
-            it.
+        AuthenticationError: the file is missing or malformed, belongs to another user, or can be
+            read by others.
     """
     file = path / SECRET_FILE
     try:
@@ -63,19 +64,20 @@ def read_secret(path: Path) -> bytes:
 
 
 def ensure_secret(path: Path, expected: bytes | None) -> None:
-    """Write the secret of a job's directory if there is none. May be called by several processes at
+    """Write a secret into a job's directory if it has none. Several processes may call this at
     once.
 
     Args:
         path: the job's directory.
-        expected: the secret; None takes the one that is there, else a new one.
+        expected: the secret; None accepts the existing one, or makes a new one.
 
     Raises:
         AuthenticationError: the directory was made with another secret than expected.
     """
     file = path / SECRET_FILE
     if not os.path.lexists(file):
-        # The file appears as a whole and replaces none: of several processes, one wins.
+        # The complete file appears in one step and never replaces another: of several processes,
+        # the first one's secret is used.
         with whole_file(file, mode=0o600, sync=False, replace=False) as draft:
             draft.write((expected or secrets.token_bytes(SECRET_BYTES)).hex().encode())
     if expected is not None and read_secret(path) != expected:
@@ -88,10 +90,11 @@ def ensure_secret(path: Path, expected: bytes | None) -> None:
 
 
 def user_secret() -> bytes:
-    """``REFT_SECRET``, else the user's file ``~/.reft/secret``, which is made at its first use.
+    """Return the secret in ``REFT_SECRET`` or, if that is unset, in the user's file
+    ``~/.reft/secret``, which is created at its first use.
 
     Raises:
-        AuthenticationError: it is no secret, or others can read or write the file.
+        AuthenticationError: the text is not a secret, or others can read or write the file.
         ConfigError: the file cannot be made or read.
     """
     given = os.environ.get(ENV_SECRET)
@@ -103,7 +106,7 @@ def user_secret() -> bytes:
     path = Path(home) / ".reft" / "secret"
     try:
         if not os.path.lexists(path):
-            # As above: of several processes on several hosts, one wins.
+            # As above, now between processes on several hosts: the first one's secret is used.
             path.parent.mkdir(mode=0o700, exist_ok=True)
             with whole_file(path, mode=0o600, replace=False) as file:
                 file.write(f"{secrets.token_hex(SECRET_BYTES)}\n".encode())
@@ -118,7 +121,7 @@ def user_secret() -> bytes:
 
 
 def _read_secret_file(file: Path, remedy: str = OTHER_MEMORY) -> bytes:
-    # NONBLOCK: a pipe in the file's place must not block the open.
+    # NONBLOCK, because opening a named pipe at this path would block.
     fd = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     with os.fdopen(fd, "rb") as stream:
         info = os.fstat(fd)

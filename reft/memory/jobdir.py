@@ -1,10 +1,10 @@
 """A job's directory in a node's memory: identity, live processes, removal.
 
-``<memory_dir>/<job_id>/`` (mode 0700) holds the arenas, the job's ``secret`` (0600), ``job.json``,
-and, where a daemon runs, ``daemon.json`` and ``status.json``. It outlives the job's processes. A
-directory is *alive* while its daemon runs or a process has an arena open for writing: such
-processes hold the directory with a shared ``flock``. Otherwise it is an orphan, which ``reft
-clean`` removes.
+``<memory_dir>/<job_id>/`` (mode 0700) holds the arenas, the job's ``secret`` (0600),
+``job.json``, and, where a daemon runs, ``daemon.json`` and ``status.json``. It outlives the
+job's processes. A directory is *alive* while its daemon runs or a process has an arena open for
+writing: these processes hold a shared ``flock`` on the directory. A directory that is not alive
+is an *orphan*, which ``reft clean`` removes.
 """
 
 from __future__ import annotations
@@ -35,36 +35,37 @@ JOB_FILE = "job.json"
 DAEMON_FILE = "daemon.json"
 STATUS_FILE = "status.json"
 INCARNATION_FILE = "incarnation.json"
-CONFIG_FILE = "config.json"  # the block, as the trainers wrote it for the daemon
-# Start times of processes are computed from the kernel's boot time, which clock corrections move.
+CONFIG_FILE = "config.json"  # The ``reft`` block, as the trainers wrote it for the daemon
+# Tolerance when start times are compared: they are computed from the kernel's boot time, which
+# changes when the clock is corrected.
 _START_TIME_SLACK_SECS = 2.0
 
 
 @dataclass(frozen=True)
 class JobDir:
-    """A job's directory that belongs to this user."""
+    """A job's directory in a node's memory, which belongs to this user."""
 
     path: Path
     job_id: str
-    node: str  # node id under which it was made or last opened
+    node: str  # Id of the node under which the directory was made or last opened
 
     @classmethod
     def open_or_create(
         cls, memory_dir: Path, job_id: str, node: str, secret: bytes | None = None
     ) -> JobDir:
-        """Make the job's directory on this node, or open the one that is there.
+        """Create the job's directory on this node, or open the existing one.
 
         Args:
             memory_dir: directory for the memory of all jobs on this node.
             job_id: the job.
             node: this node's id.
-            secret: the job's secret; None takes REFT_SECRET, else the one that is there, else a new
-                one. Nodes that exchange data must have the same.
+            secret: the job's secret; None takes REFT_SECRET, otherwise the directory's secret,
+                otherwise a new one. Nodes that exchange data must have the same secret.
 
         Raises:
             AuthenticationError: the directory or its secret belongs to another user, can be read by
                 others, or was made with another secret.
-            ConfigError: the job id is no name of a directory.
+            ConfigError: the job id is not valid as the name of a directory.
             ArenaError: the directory holds another job's memory.
         """
         path = make_job_directory(memory_dir, job_id)
@@ -90,8 +91,8 @@ class JobDir:
         """Open an existing directory.
 
         Raises:
-            ArenaError: there is none.
-            AuthenticationError: it belongs to another user, or others can read it.
+            ArenaError: there is no such directory.
+            AuthenticationError: the directory belongs to another user, or others can read it.
         """
         if not is_job_dir(path):
             raise ArenaError(
@@ -107,28 +108,32 @@ class JobDir:
         return read_secret(self.path)
 
     def scan(self) -> list[tuple[Path, Arena | str]]:
-        """Every arena, open for reading, or the reason why it cannot be read. The caller closes
-        the arenas."""
+        """Return, for each arena file, the arena open for reading or the reason why it cannot be
+        read. The caller closes the arenas.
+        """
         return scan(self.path, self.secret, self.job_id)
 
     def note_incarnation(self, number: int) -> None:
-        """Record that an incarnation of the job runs here. Called by one process of each node.
+        """Record that an incarnation of the job runs on this node. Called by one process of each
+        node.
 
         Raises:
-            OSError: it cannot be recorded.
+            OSError: the number cannot be recorded.
         """
         if number > self.noted_incarnation():
             write_json(self.path / INCARNATION_FILE, {"incarnation": number})
 
     def noted_incarnation(self) -> int:
-        """The newest incarnation that was recorded here, even if it has written no arena yet; 0 if
-        there is none."""
+        """Return the newest incarnation recorded on this node, which may have written no arena
+        yet; 0 if there is none.
+        """
         found = (read_json(self.path / INCARNATION_FILE) or {}).get("incarnation")
         return found if isinstance(found, int) else 0
 
     def newest_incarnation(self) -> int:
-        """The newest incarnation in any readable arena, or that was recorded; 0 if there is
-        none."""
+        """Return the newest incarnation that is recorded or found in a readable arena; 0 if
+        there is none.
+        """
         found = headers(self.path, self.secret, self.job_id)
         return max([self.noted_incarnation(), *(header.label.incarnation for _, header in found)])
 
@@ -146,11 +151,11 @@ class JobSummary:
     node: str
     owner_uid: int
     created_unix_secs: float  # 0 if unknown
-    incarnation: int  # the newest one
+    incarnation: int  # Newest incarnation
     arenas: int  # number of arena files
-    nbytes: int  # memory that the directory takes
-    alive_because: tuple[str, ...]  # live processes; empty for an orphan
-    problem: str | None = None  # why it could not be read; None if it could
+    nbytes: int  # Memory in bytes that the directory takes
+    alive_because: tuple[str, ...]  # Live processes that use the directory; empty for an orphan
+    problem: str | None = None  # Reason why the directory could not be read; None if it could
 
     @property
     def alive(self) -> bool:
@@ -161,7 +166,9 @@ class JobSummary:
 
 
 def is_job_dir(path: Path) -> bool:
-    """Whether ``path`` is a job's memory: a directory, not a link, with ``job.json`` or arenas."""
+    """Return whether ``path`` is a job's memory: a directory, not a link, with ``job.json`` or
+    arenas.
+    """
     if path.is_symlink() or not path.is_dir():
         return False
     try:
@@ -172,19 +179,21 @@ def is_job_dir(path: Path) -> bool:
 
 
 def find_job_id(path: Path) -> str:
-    """The job whose memory a directory holds, by its ``job.json``, else by its name."""
+    """Return the id of the job whose memory a directory holds, from ``job.json`` or, without
+    one, from the directory's name."""
     return str((read_json(path / JOB_FILE) or {}).get("job_id", path.name))
 
 
 def find_jobs(memory_dir: Path) -> list[Path]:
-    """Jobs' directories under ``memory_dir``, by name; none if it does not exist."""
+    """Return all job directories under ``memory_dir``, sorted by name; empty if ``memory_dir``
+    does not exist."""
     if not memory_dir.is_dir():
         return []
     return [path for path in sorted(memory_dir.iterdir()) if is_job_dir(path)]
 
 
 def summarise(path: Path) -> JobSummary:
-    """Describe one job's directory; its ``problem`` says what cannot be read."""
+    """Describe one job's directory; ``problem`` in the result says what could not be read."""
     info = path.stat()
     job = read_json(path / JOB_FILE) or {}
     incarnation, problem = 0, None
@@ -212,8 +221,9 @@ def list_jobs(memory_dir: Path) -> list[JobSummary]:
 
 
 def live_processes(path: Path) -> tuple[str, ...]:
-    """The processes that use a job's directory: its daemon, and those with an arena open for
-    writing. Empty for an orphan."""
+    """Return the processes that use a job's directory: its daemon, and those with an arena open for
+    writing. Empty for an orphan.
+    """
     with _exclusive(path) as free:
         return _live_processes(path, free)
 
@@ -231,18 +241,19 @@ def _live_processes(path: Path, free: bool) -> tuple[str, ...]:
 
 
 def remove_job(path: Path, force: bool = False) -> int:
-    """Remove a job's memory on this node. No process can attach meanwhile.
+    """Remove a job's memory on this node. No process can attach to it during the removal.
 
     Args:
         path: the job's directory.
-        force: remove it even if the job is alive. Its processes then continue with memory that no
-            other process can find.
+        force: True to remove the memory even if the job is alive. The job's processes then
+            continue with memory that no other process can find.
 
     Returns:
-        The bytes freed.
+        The number of bytes freed.
 
     Raises:
-        ArenaError: it is no job's memory, belongs to another user, or the job is alive.
+        ArenaError: the directory is not a job's memory or belongs to another user, or the job is
+            alive.
     """
     if not is_job_dir(path):
         raise ArenaError(f"{path}: not a job's memory; nothing was removed")
@@ -260,14 +271,14 @@ def remove_job(path: Path, force: bool = False) -> int:
 
 
 def process_identity(pid: int | None = None) -> dict[str, Any]:
-    """Process id and start time, which together name one process for ever; ``pid``: None for this
-    process."""
+    """Return process id and start time, which together identify a process even after its id is
+    reused. ``pid`` None means this process."""
     process = psutil.Process(pid)
     return {"pid": process.pid, "start_time": process.create_time()}
 
 
 def is_running(identity: dict[str, Any]) -> bool:
-    """Whether the process of :func:`process_identity` still runs (zombies do not)."""
+    """Return whether the process of :func:`process_identity` still runs (zombies do not)."""
     try:
         process = psutil.Process(int(identity["pid"]))
         if process.status() == psutil.STATUS_ZOMBIE:
@@ -280,7 +291,7 @@ def is_running(identity: dict[str, Any]) -> bool:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a JSON file; None if there is none that can be read."""
+    """Return the object in a JSON file; None if the file is missing or unreadable."""
     try:
         value = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError):
@@ -295,10 +306,10 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def make_job_directory(memory_dir: Path, job_id: str) -> Path:
-    """Make a job's empty directory if there is none, for its user alone (P11).
+    """Create a job's empty directory if there is none, accessible only to its user (P11).
 
     Raises:
-        AuthenticationError: it, or the directory above it, belongs to another user, or others can
+        AuthenticationError: the directory or its parent belongs to another user, or others can
             read or replace it.
         ConfigError: the job id is not valid as the name of a directory.
     """
@@ -322,8 +333,8 @@ def make_job_directory(memory_dir: Path, job_id: str) -> Path:
 
 @contextmanager
 def _exclusive(path: Path) -> Iterator[bool]:
-    """Lock a job's directory exclusively, so that no process can attach; yields False if one has
-    it."""
+    """Lock a job's directory exclusively, so that no process can attach. Yields False if a
+    process holds it."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield try_flock(fd, fcntl.LOCK_EX)

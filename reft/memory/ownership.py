@@ -13,10 +13,10 @@ _SHARED = stat.S_IWGRP | stat.S_IWOTH
 
 
 def check_way(path: Path) -> None:
-    """Refuse a path that is a symbolic link, or leads through another user's link.
+    """Refuse a path that is a symbolic link, or that leads through another user's symbolic link.
 
     Raises:
-        AuthenticationError: it is, or does.
+        AuthenticationError: the path is refused.
     """
     absolute = Path(os.path.abspath(path))
     for place in (*reversed(absolute.parents), absolute):
@@ -36,11 +36,11 @@ def check_way(path: Path) -> None:
 
 
 def check_holder(path: Path) -> None:
-    """Refuse a directory in which another user could exchange a job's directory. It has to be ours
-    or root's, and sticky if others may write to it.
+    """Refuse a parent directory in which another user could replace a job's directory. The
+    parent must belong to this user or root and, if others may write to it, have the sticky bit.
 
     Raises:
-        AuthenticationError: another user could.
+        AuthenticationError: the directory is refused.
     """
     info = path.lstat()
     if not stat.S_ISDIR(info.st_mode):
@@ -59,7 +59,8 @@ def check_holder(path: Path) -> None:
 
 
 def check_place(path: Path) -> None:
-    """Refuse a job's directory, existing or not yet made, that is not its user's alone (P11)."""
+    """Refuse the path of a job's directory, existing or not, if other users could read or
+    replace the directory (P11)."""
     check_way(path.parent)
     if os.path.lexists(path.parent):
         check_holder(path.parent)
@@ -71,7 +72,7 @@ def check_private(path: Path) -> None:
     """Refuse a directory that belongs to another user, or that others may use.
 
     Raises:
-        AuthenticationError: it does, or they may.
+        AuthenticationError: the directory is refused.
     """
     info = path.lstat()
     if not stat.S_ISDIR(info.st_mode):
@@ -83,12 +84,12 @@ def check_private_stat(path: Path, info: os.stat_result, remedy: str = OTHER_MEM
     """Refuse a file or directory by its owner and mode.
 
     Args:
-        path: for the message.
-        info: as read from an open file, so that it cannot be exchanged in between.
-        remedy: what the user can do, for the message.
+        path: path of the file, for the message.
+        info: status of the opened file, so that the file cannot be replaced before it is checked.
+        remedy: advice to the user, for the message.
 
     Raises:
-        AuthenticationError: it belongs to another user, or others may use it.
+        AuthenticationError: the file belongs to another user, or others may use it.
     """
     mode = stat.S_IMODE(info.st_mode)
     if info.st_uid != os.geteuid():

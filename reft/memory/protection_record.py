@@ -1,9 +1,10 @@
-"""The protection that is requested and the one that is in force: two files in a node's memory.
+"""Two files in a node's memory: the protection scheme that was last requested, and the one in
+force.
 
-A *request* is written by ``reft protect``, or by a trainer that was asked to switch. The *record*
-is what the ranks agreed on; the first trainer of each node writes it. A request on any node reaches
-all ranks in their votes. The record lies on every node, so that a restart finds the last switch on
-any node that is left.
+A *request* is written by ``reft protect``, or by a trainer whose script calls
+``Session.protect``. The *record* is what the ranks agreed on; the first trainer of each node
+writes it. A request on any node reaches all ranks through their votes. Every node has the
+record, so a restart finds the last switch on any surviving node.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ RECORD_FILE = "protection.json"
 class ProtectionRequest:
     """A request to switch to another scheme. Of several requests, the highest number counts."""
 
-    number: int  # Unix milliseconds, and higher than that of any request that was handled before
-    scheme: str  # as in the block, such as "arc:2+aec"
+    number: int  # Unix milliseconds, but higher than the number of any request handled before
+    scheme: str  # Requested scheme as in the block, such as "arc:2+aec"
 
 
 @dataclass(frozen=True)
@@ -42,29 +43,33 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Degradation:
-    """The protection that is kept while memory is too short for the requested one."""
+    """The weaker protection in force while memory is too small for the requested one."""
 
     scheme: str
     versions: int  # Number of versions that each rank keeps
     cause: str  # Which node has too little memory, and how much would be enough
-    step: int  # Step of the first such version
+    step: int  # Step of the first version with this weaker protection
 
 
 @dataclass(frozen=True)
 class ProtectionRecord:
-    """What the ranks agreed on, the same on every node."""
+    """The protection that the ranks agreed on, the same on every node."""
 
-    scheme: str  # requested, and in force unless degraded
-    # The block's words when this was decided. A block with other words is the newer request.
+    scheme: str  # Requested scheme; also the one in force unless ``degraded`` is set
+    # Text of the block's ``protection`` at the time of this decision. A block with another text
+    # has been edited since, and counts as a newer request.
     configured: str
-    number: int = 0  # newest request that was handled; 0 if none
-    step: int = 0  # of the first version with this protection
-    incarnation: int = 0  # of that version
-    tolerance: int = 0  # node losses that every sharding group survives with what is in force
-    refused: Refusal | None = None  # the newest request, if it could not be followed
-    degraded: Degradation | None = None  # in force, if memory is too short for the scheme
-    ordered: bool = False  # the scheme comes from a request, not from the block
-    # The job was started with partitions recomputed by their owners' peers; no request changes it.
+    number: int = 0  # Number of the newest request that was handled; 0 if none
+    step: int = 0  # Step of the first version with this protection
+    incarnation: int = 0  # Incarnation of that version
+    tolerance: int = 0  # Node losses that every sharding group survives with the scheme in force
+    refused: Refusal | None = None  # The newest request, if it was refused; otherwise None
+    # The weaker scheme now in force because memory is too small for the requested one; None if
+    # it fits
+    degraded: Degradation | None = None
+    ordered: bool = False  # True if the scheme comes from a request, False if from the block
+    # True if the job was started with AOR (peers recompute a lost rank's optimizer partition);
+    # no request can change this.
     aor: bool = False
 
     @property
@@ -83,21 +88,22 @@ class ProtectionRecord:
         """The inverse of :meth:`to_json`.
 
         Raises:
-            ValueError: the fields are something else.
+            ValueError: the fields are not those of a record.
         """
         return TypeAdapter(cls).validate_python(fields)
 
 
 def parse_request(text: str, *, aor: bool | None = None) -> Scheme:
-    """The scheme that a request names.
+    """Return the scheme that a request names.
 
     Args:
-        text: as in the block, also with "+aor".
-        aor: whether the job recomputes partitions; None if unknown.
+        text: the scheme as in the block, also with "+aor".
+        aor: whether the job was started with AOR (recomputed optimizer partitions); None if
+            unknown.
 
     Raises:
-        ConfigError: there is no such scheme, it is not for use, or it asks for recomputing in a job
-            that was started without.
+        ConfigError: there is no such scheme, it is no better than one of its parts, or it
+            requests AOR in a job that was started without AOR.
     """
     plain = text.removesuffix(AOR)
     scheme = Scheme.parse(plain)
@@ -120,7 +126,8 @@ def parse_request(text: str, *, aor: bool | None = None) -> Scheme:
 
 
 def write_request(job_dirs: Sequence[Path], scheme: str) -> ProtectionRequest:
-    """Request a switch on every node given; one of them is enough.
+    """Write a request to switch into each of the given job directories; one directory on one
+    node is enough.
 
     Raises:
         ConfigError: see :func:`parse_request`.
@@ -138,7 +145,7 @@ def write_request(job_dirs: Sequence[Path], scheme: str) -> ProtectionRequest:
 
 
 def read_request(job_dir: Path) -> ProtectionRequest | None:
-    """The newest request on this node; None if there is none that can be read."""
+    """Return the newest request on this node; None if there is none or it is unreadable."""
     try:
         return TypeAdapter(ProtectionRequest).validate_python(read_json(job_dir / REQUEST_FILE))
     except ValueError:
@@ -150,7 +157,7 @@ def write_record(job_dir: Path, record: ProtectionRecord) -> None:
 
 
 def read_record(job_dir: Path) -> ProtectionRecord | None:
-    """The record on this node; None if there is none that can be read."""
+    """Return the record on this node; None if there is none or it is unreadable."""
     try:
         return ProtectionRecord.from_json(read_json(job_dir / RECORD_FILE))
     except ValueError:
@@ -160,16 +167,16 @@ def read_record(job_dir: Path) -> ProtectionRecord | None:
 def resume_record(
     records: Iterable[ProtectionRecord], configured: str, scheme: str | None = None
 ) -> ProtectionRecord:
-    """The record with which a start of the job begins.
+    """Return the record with which a start of the job begins.
 
-    The last switch on any node is continued, unless the block was edited since: then the block is
-    the newer request. In both cases, requests that were handled stay handled, and the available
-    memory is measured again.
+    The scheme of the newest record stays in force, unless the block was edited since: then the
+    block's scheme is used. In both cases, requests that were handled stay handled, and the
+    available memory is measured again.
 
     Args:
-        records: of all nodes.
-        configured: the block's words.
-        scheme: what these words mean, if not the scheme of the same name.
+        records: records of all nodes.
+        configured: text of the block's ``protection``.
+        scheme: scheme that this text stands for; None if the text is the scheme itself.
     """
     newest = max(records, key=lambda r: (r.incarnation, r.number, r.step), default=None)
     if newest is not None and newest.ordered and newest.configured == configured:

@@ -19,10 +19,11 @@ SIZE_FILE = "size.json"
 class Size:
     """Whether the job can continue at another data-parallel degree."""
 
-    why_not: str  # why it should not; "" if it can
-    batch: int  # samples of a step; 0: as many as fit
-    micro: int  # samples of a micro-batch
-    # A start at another degree is refused; otherwise only its results differ, as why_not says.
+    why_not: str  # Reason why the job should not change its degree; "" if it can
+    batch: int  # Samples in a step; 0 if the number may change with the degree
+    micro: int  # Samples in a micro-batch
+    # True if a start at another degree is refused; False if only its results differ, as
+    # ``why_not`` says.
     fixed: bool = False
 
 
@@ -33,13 +34,13 @@ def note_size(
 
     Args:
         job_dir: the job's memory on this node.
-        facts: of the job's fingerprint.
+        facts: facts of the job's fingerprint.
         why_not: see :class:`Size`.
         fixed: see :class:`Size`.
-        any_batch: the global batch may change.
+        any_batch: True if the global batch may change.
 
     Raises:
-        OSError: it cannot be recorded.
+        OSError: the file cannot be written.
     """
     batch = facts.get("config.train_batch_size", 1)
     micro = facts.get("config.train_micro_batch_size_per_gpu", 1)
@@ -58,24 +59,25 @@ def read_size(job_dir: Path) -> Size | None:
 class ScaleRequest:
     number: int  # Unix milliseconds
     nodes: int  # that the job shall have
-    without: tuple[str, ...] = ()  # ids of nodes that leave before any other
+    without: tuple[str, ...] = ()  # Ids of the nodes that leave first
 
 
 @dataclass(frozen=True)
 class ScaleAnswer:
-    number: int  # of the request
+    number: int  # Number of the request that is answered
     nodes: int  # that the job shall have
-    running: int  # nodes that it has
-    refused: str = ""  # why the request is not followed; "" if it is
-    done: bool = False  # the job runs on that many nodes, and has committed a version there
-    waits: str = ""  # what the request waits for; "" if it does not wait
+    running: int  # Number of nodes that the job has now
+    refused: str = ""  # Reason why the request is refused; "" if it is carried out
+    # True once the job runs on ``nodes`` nodes and has committed a version there
+    done: bool = False
+    waits: str = ""  # What the request waits for; "" if it does not wait
 
 
 def write_request(job_dir: Path, nodes: int, without: tuple[str, ...]) -> ScaleRequest:
     """Write a request on this node.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     last = read_request(job_dir)
     number = max(time.time_ns() // 1_000_000, 0 if last is None else last.number + 1)

@@ -22,10 +22,10 @@ from reft.device import compiled
 logger = logging.getLogger(__name__)
 
 Range = tuple[int, int, int] | tuple[int, int, int, int]
-"""``(target address, source address, bytes)``; for floating-point numbers, their
-:data:`EXPONENTS` as a fourth value. With target 0, the bytes are only hashed. The caller keeps the
-memory alive."""
-Ranges = NDArray[np.uint64]  # (ranges, 4)
+"""One copy: ``(target address, source address, bytes)``. A fourth value, the :data:`EXPONENTS`
+of a floating-point dtype, requests a check for NaN and infinity. With target 0, the bytes are
+only hashed. The caller keeps the memory alive."""
+Ranges = NDArray[np.uint64]  # One range per row: shape (ranges, 4)
 
 EXPONENTS = {
     "float64": 0x7FF0 << 48,
@@ -33,12 +33,15 @@ EXPONENTS = {
     "bfloat16": 0x7F80 * 0x0001_0001_0001_0001,
     "float16": 0x7C00 * 0x0001_0001_0001_0001,
 }
-"""Mask of the exponent bits in eight bytes of numbers, by dtype. In a NaN and in an infinity, all
-exponent bits are 1."""
+"""Mask of the exponent bits in eight bytes of numbers, by dtype. A number whose exponent bits
+are all 1 is a NaN or an infinity."""
 
-_SHORT_BYTES = 240  # XXH3 has other formulas for shorter inputs; the xxhash package computes those
+# XXH3 uses other formulas for inputs up to this size; the xxhash package computes those
+_SHORT_BYTES = 240
 _LINE_BYTES = 64
-_CACHED_BYTES = 256 * 2**10  # Piece that is still in the cache when it is hashed after the copy
+# Size of the pieces in which data is copied and then hashed; small enough to stay in the CPU
+# cache in between
+_CACHED_BYTES = 256 * 2**10
 
 
 @lru_cache(maxsize=1)
@@ -46,8 +49,8 @@ def choose_loop() -> int:
     """Measure the copy loops on this processor and select the fastest for all copies.
 
     Returns:
-        Bytes of a piece that is hashed and then copied from the cache; 0 if the fastest loop
-        copies four pages in parallel.
+        Size in bytes of the pieces that the fastest loop hashes and then copies from the cache;
+        0 if the fastest loop copies four pages in parallel.
     """
     choose = compiled("reft.memory._stream", "reft_choose_loop")
     choose.restype = ctypes.c_size_t
@@ -58,10 +61,11 @@ def choose_loop() -> int:
 
 @lru_cache(maxsize=1)
 def copier() -> Callable[[int, int, int], object]:
-    """The function ``copy(target address, source address, bytes)`` for ranges that do not overlap.
+    """Return the function ``copy(target address, source address, bytes)`` for ranges that do not
+    overlap.
 
-    It runs on the calling thread and releases the GIL. If the loop was not compiled, this is
-    ``memmove``, at two thirds of the speed.
+    The function runs on the calling thread and releases the GIL. If the loop was not compiled,
+    it is ``memmove``, which is a third slower.
     """
     try:
         function = compiled("reft.memory._stream", "reft_copy_past_caches")
@@ -90,7 +94,7 @@ class CutRanges:
 
     @classmethod
     def of(cls, chunks: Iterable[Iterable[Range]]) -> CutRanges:
-        """Group the given chunks' ranges; every chunk has at least one."""
+        """Group ranges by chunk; every chunk has at least one range."""
         rows = [[*chunk] for chunk in chunks]
         sizes = (sum(row[2] for row in chunk) for chunk in rows)
         return cls(
@@ -107,7 +111,7 @@ class CutRanges:
         return replace(self, ranges=ranges)
 
     def nbytes(self, first: int, stop: int) -> int:
-        """Bytes of the chunks ``[first, stop)``."""
+        """Return the number of bytes in the chunks ``[first, stop)``."""
         return self.begins_bytes[stop] - self.begins_bytes[first]
 
 
@@ -125,13 +129,14 @@ class _State(ctypes.Structure):
 class HashingCopier:
     """Copies ranges that do not overlap and computes xxh3_64 of their bytes, in one pass.
 
-    Every byte is read once, so the checksum is that of the written bytes even if the source changes
-    during the copy. A range of floating-point numbers must begin at a multiple of 8 hashed bytes.
+    Every byte is read once, so the checksum fits the written bytes even if the source changes
+    during the copy. A range of floating-point numbers must begin at a multiple of 8 hashed
+    bytes.
 
     One thread may use it at a time; calls release the GIL. Made by :func:`hashing_copier`.
     """
 
-    not_finite = False  # The bytes of the last checksum contained a NaN or an infinity
+    not_finite = False  # Whether the bytes of the last checksum contained a NaN or an infinity
 
     def __init__(self, reset: Any, copy: Any, copy_chunks: Any, digest: Any) -> None:
         self._state = _State()
@@ -219,7 +224,7 @@ def _not_finite(data: bytes, exponents: int) -> bool:
 
 @lru_cache(maxsize=1)
 def compiled_hash() -> tuple[Any, Any, Any, Any] | None:
-    """The compiled functions of :class:`HashingCopier`; None if they were not built."""
+    """Return the compiled functions of :class:`HashingCopier`; None if they were not built."""
     try:
         names = ("reft_hash_reset", "reft_copy_and_hash", "reft_copy_chunks", "reft_hash_digest")
         reset, copy, copy_chunks, digest = (compiled("reft.memory._stream", name) for name in names)
@@ -237,6 +242,6 @@ def compiled_hash() -> tuple[Any, Any, Any, Any] | None:
 
 
 def hashing_copier() -> HashingCopier:
-    """A new copier: the compiled one if it was built, otherwise the plain one."""
+    """Return a new copier: the compiled one if it was built, otherwise the plain one."""
     functions = compiled_hash()
     return PlainHashingCopier() if functions is None else HashingCopier(*functions)

@@ -1,7 +1,8 @@
-"""Advice about a job's nodes, from their speeds, failures and memory: ``reft advise``.
+"""``reft advise``: which nodes of a job to replace, add or remove, and which need more memory.
 
-Rules and thresholds are DLRover's where its paper gives them. :func:`situation` gathers the facts
-about a job. :func:`advise`, and :func:`scale_plan` for DLRover's operator, are pure.
+Rules and thresholds are those of the DLRover paper as far as it gives them. :func:`situation`
+gathers the facts about a job. :func:`advise`, and :func:`scale_plan`, which writes advice in the
+format of DLRover's Kubernetes operator, are pure.
 """
 
 from __future__ import annotations
@@ -22,14 +23,15 @@ from reft.node.memory_watch import MemoryUse, fullest
 from reft.node.report import HealthSignal, NodeReport, ReportBoard
 from reft.node.stragglers import Straggler
 
-# A further worker pays off if it adds this share of the mean speed of the others (DLRover).
+# A further worker pays off if it adds at least this share of the other workers' mean speed
+# (DLRover).
 WORTH = 0.2
 _ROUNDING = 1e-9
 _OFTEN = 3  # Losses of a node after which it is replaced
-# Share of a memory in use at which more memory is advised, and the factor of the advised size.
-# DLRover acts before memory runs out, but the paper gives no threshold.
+# More memory is advised from this share in use, namely this multiple of the largest use. DLRover
+# acts before memory runs out, too, but its paper gives no threshold.
 _MEMORY_RISK, _MEMORY_ROOM = 0.9, 1.25
-_MIN_STEPS = 50  # Steps of a round whose speed is measured (DLRover's window)
+_MIN_STEPS = 50  # Fewest steps of a round from which its speed is computed (DLRover's window)
 _API_VERSION, _ROLE = "elastic.iml.github.io/v1alpha1", "worker"
 
 
@@ -43,18 +45,18 @@ class AdvisedAction(StrEnum):
 
 @dataclass(frozen=True)
 class SpeedSample:
-    """The speed of a job with a number of workers."""
+    """A job's measured speed with a certain number of workers."""
 
     workers: int
-    per_sec: float  # Steps per second at one global batch size, or samples per second
+    per_sec: float  # Steps per second if the global batch is fixed, otherwise samples per second
 
 
 class Memory(NamedTuple):
-    """The fullest memory of a node's host."""
+    """That memory of a node's host of which the largest share is in use."""
 
     node: str
     use: MemoryUse
-    runs_out: str = ""  # Forecast of when it is full; empty if it is not running out
+    runs_out: str = ""  # Text that says when the memory will be full; empty if it will not be
 
 
 @dataclass(frozen=True)
@@ -64,21 +66,22 @@ class JobSituation:
     nodes: tuple[str, ...]  # Nodes that train
     spares: tuple[str, ...] = ()  # Nodes that wait for a place
     slow: tuple[Straggler, ...] = ()
-    losses: Mapping[str, int] = field(default_factory=dict)  # How often each node was lost
+    losses: Mapping[str, int] = field(default_factory=dict)  # Number of losses of each node
     speeds: tuple[SpeedSample, ...] = ()  # Measured speeds, the current one last
-    most_nodes: int | None = None  # Most nodes that the job may have; None: no more are advised
-    memory: tuple[Memory, ...] = ()  # Memory of the nodes that report it
+    # Largest number of nodes that the job may have; None: never advise more nodes
+    most_nodes: int | None = None
+    memory: tuple[Memory, ...] = ()  # Fullest memory of each node that reports its memories
 
 
 @dataclass(frozen=True)
 class Advice:
-    """One thing to change."""
+    """One change that a user is advised to make."""
 
     action: AdvisedAction
-    nodes: tuple[str, ...]  # Empty if the action concerns the number of nodes
-    workers: int  # Nodes of the job afterwards
+    nodes: tuple[str, ...]  # Nodes concerned; empty if the action is about the number of nodes
+    workers: int  # Number of nodes that the job has after the action
     why: str
-    memory_bytes: int | None = None  # Advised size of the node's memory, if memory is advised
+    memory_bytes: int | None = None  # Advised size of the node's memory; None for other actions
 
     def __str__(self) -> str:
         what = ", ".join(self.nodes) or f"to {self.workers} nodes"
@@ -102,9 +105,9 @@ def situation(
     """Gather the facts about a job.
 
     Args:
-        paths: the job's memory on one or several nodes.
+        paths: the job's memory directories on one or several nodes.
         board: reports of all nodes; None if there are none.
-        most_nodes: most nodes that the job may have; None: no more nodes are advised.
+        most_nodes: largest number of nodes that the job may have; None: never advise more nodes.
     """
     rounds = max((read_history(path) for path in paths), key=len, default=[])
     nodes = () if board is None else board.nodes
@@ -125,7 +128,7 @@ def situation(
 
 
 def _memory(path: Path, reports: Sequence[NodeReport]) -> Iterator[Memory]:
-    """The fullest memory of every node that reports it, or of this node if none does."""
+    """Find the fullest memory of each node that reports its memories; if none does, of this one."""
     known = []
     for report in reports:
         if report.memory:
@@ -141,10 +144,11 @@ def _memory(path: Path, reports: Sequence[NodeReport]) -> Iterator[Memory]:
 
 
 def _speeds(rounds: Sequence[RoundReport]) -> list[SpeedSample]:
-    """The speed in each earlier round: its committed steps over the time since its first step."""
+    """Compute the speed in each earlier round: committed steps over its training time."""
     samples = []
     for row, following in pairwise(rounds):
-        # "ending" and "gathering" precede the start of the round.
+        # Add the parts from the start of the round to its first step. The parts "ending" and
+        # "gathering" come before the start.
         skipped = ("ending", "gathering", "first_step")
         began = row.unix_secs + sum(s for part, s in row.secs.items() if part not in skipped)
         ended = min(following.failed_unix_secs or following.unix_secs, following.unix_secs)
@@ -158,7 +162,7 @@ def _speeds(rounds: Sequence[RoundReport]) -> list[SpeedSample]:
 
 
 def advise(job: JobSituation) -> tuple[Advice, ...]:
-    """All advice, the most helpful first. No node is named twice."""
+    """Give all advice about a job, the most helpful first. No node is named twice."""
     named: set[str] = set()
     kept = []
     for advice in (*_about_stragglers(job), *_about_losses(job), *_about_memory(job)):
@@ -169,13 +173,13 @@ def advise(job: JobSituation) -> tuple[Advice, ...]:
 
 
 def dropping_pays(nodes: int, factor: float) -> bool:
-    """Whether a synchronous job of the same global batch is faster without a slow node.
+    """Whether a synchronous job with a fixed global batch is faster without its slow node.
 
-    Without the node, the other nodes do n / (n - 1) of their work; with it, they wait.
+    Without the slow node, each other node does n / (n - 1) times its work. With it, they wait.
 
     Args:
         nodes: number of nodes of the job.
-        factor: time of the slow node over that of the others.
+        factor: the slow node's time over that of the others.
     """
     return nodes > 1 and factor > nodes / (nodes - 1)
 
@@ -184,7 +188,7 @@ def _about_stragglers(job: JobSituation) -> Iterator[Advice]:
     n, spares = len(job.nodes), list(job.spares)
     handled: set[tuple[str, ...]] = set()
     for slow in sorted(job.slow, key=lambda s: -s.factor):
-        # A link has two nodes, neither of which is to blame. One slow rank of a node is enough.
+        # Skip links, because either of the two nodes may be the cause; name each node once.
         if len(slow.nodes) != 1 or slow.nodes in handled:
             continue
         handled.add(slow.nodes)
@@ -202,7 +206,7 @@ def _about_stragglers(job: JobSituation) -> Iterator[Advice]:
 
 
 def _about_losses(job: JobSituation) -> Iterator[Advice]:
-    """Replace a node that was lost three times or more, and at least as often as all others."""
+    """Advise to replace a node that was lost three times or more: half of all losses or more."""
     total = sum(job.losses.values())
     for node, times in job.losses.items():
         if node in job.nodes and times >= _OFTEN and 2 * times >= total:
@@ -225,11 +229,11 @@ def _about_memory(job: JobSituation) -> Iterator[Advice]:
 
 
 def estimate_gain(before: SpeedSample, after: SpeedSample) -> float:
-    """The gain of a further worker, as a share of the speed of a worker in the smaller job.
+    """Compute what each additional worker adds, relative to a worker's speed in the smaller job.
 
     Args:
         before: speed with one number of workers.
-        after: speed with another number of workers.
+        after: speed with a different number of workers.
 
     Returns:
         1 if the job scales perfectly, 0 if it gains nothing.
@@ -240,7 +244,7 @@ def estimate_gain(before: SpeedSample, after: SpeedSample) -> float:
 
 
 def _about_workers(job: JobSituation) -> Iterator[Advice]:
-    """DLRover's rule: more workers while the last increase was worth it, else back."""
+    """Apply DLRover's rule: add workers if the last increase was worth it, else take them back."""
     if not job.speeds:
         return
     now = job.speeds[-1]
@@ -274,16 +278,16 @@ def scale_plan(
     cpu: int,
     memory_bytes: int,
 ) -> dict[str, Any]:
-    """A ScalePlan of the schema of its operator.
+    """Make a ScalePlan, a Kubernetes object for DLRover's operator.
 
-    The operator creates the pods that ``replicas`` lacks; listing them in ``createPods`` as well
-    would create them twice. A node is removed if a spare takes its place. Otherwise it is migrated:
-    the new pod starts before the old one ends.
+    The operator itself creates the pods that are missing from ``replicas``; listing them in
+    ``createPods`` as well would create them twice. A node to be replaced is removed if a spare can
+    take its place. Otherwise it is migrated: the new pod starts before the old one ends.
 
     Args:
         job: name of the job.
         number: number of the plan.
-        advice: the advice that the plan follows.
+        advice: the advice to carry out.
         workers: current number of nodes of the job.
         spares: number of nodes that wait for a place.
         cpu: cores of a node.

@@ -1,9 +1,10 @@
-"""How trainers and tools communicate with the node daemon.
+"""Communication of trainers and tools with the node daemon.
 
-A trainer writes its block into a file, and after each version a report onto its progress page. Then
-it wakes the daemon through a named pipe. The trainer neither waits for the daemon nor fails without
-one (P6), and a restarted daemon reads the same file and pages. Launchers, tools, and a trainer that
-waits for a version on storage send requests over an authenticated connection.
+A trainer writes the ``reft`` block of its configuration into a file, and after each version a
+report into its progress page, a shared-memory page in the job's directory. Then it wakes the daemon
+through a named pipe. The trainer neither waits for the daemon nor fails without one (P6). A daemon
+that was restarted reads the same file and pages. Launchers, tools, and a trainer that waits until a
+version is on storage send requests to the daemon over an authenticated connection.
 """
 
 from __future__ import annotations
@@ -42,12 +43,15 @@ _RETRY_SECS = 0.2
 
 
 class DaemonError(ReftError):
-    """The daemon refused a request."""
+    """Raised if the daemon refused a request."""
 
 
 @contextmanager
 def short_path(job_dir: Path) -> Iterator[str]:
-    """A path of the daemon's socket that fits ``sun_path`` (108 bytes) for any directory."""
+    """Give a path of the daemon's socket that fits into ``sun_path`` (108 bytes).
+
+    A Unix socket's address has that limit, but the job's directory may have any length.
+    """
     fd = os.open(job_dir, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{fd}/{SOCKET_NAME}"
@@ -84,8 +88,15 @@ def request(
 ) -> Any:
     """Send the daemon one request and return its result.
 
+    Args:
+        job_dir: the job's memory directory on this node.
+        secret: the job's secret.
+        operation: name of the request.
+        timeout_secs: longest wait for the connection and for the reply.
+        **fields: arguments of the request.
+
     Raises:
-        DaemonError: the daemon refused.
+        DaemonError: the daemon refused the request.
         AuthenticationError: the secret belongs to another job.
         OSError, EOFError: there is no daemon, or it did not answer in time.
     """
@@ -102,15 +113,16 @@ def request(
 
 @dataclass(frozen=True)
 class TrainerReport:
-    """A trainer's report on its versions."""
+    """A trainer's report on its versions. Versions are given as incarnation and step."""
 
-    incarnation: int
-    committed: tuple[int, int] | None = None  # Newest committed version: incarnation and step
-    due: tuple[int, int] | None = None  # Newest version that goes to storage
-    # First version since which memory is too short to survive the loss of a node; None if it is not
+    incarnation: int  # Number of the job's start to which the trainer belongs
+    committed: tuple[int, int] | None = None  # Newest committed version
+    due: tuple[int, int] | None = None  # Newest version that the daemon has to write to storage
+    # First version of the present time in which memory is too small to survive the loss of a node;
+    # None if it is large enough
     unprotected_since: tuple[int, int] | None = None
     stale_cause: str | None = None  # Why the last version was skipped
-    stats: dict[str, Any] = field(default_factory=dict)  # As from SnapshotStats.to_json
+    stats: dict[str, Any] = field(default_factory=dict)  # Result of SnapshotStats.to_json
 
     @property
     def is_stale(self) -> bool:
@@ -121,13 +133,17 @@ _REPORT = TypeAdapter(TrainerReport)
 
 
 def find_stale(reports: Iterable[TrainerReport]) -> tuple[int, str] | None:
-    """First step since which no version was committed, and the cause; None if none is missing."""
+    """Find the first step since which a trainer has committed no version.
+
+    Returns:
+        That step and the cause; None if no trainer misses a version.
+    """
     since = [(r.stats["stale_since_step"], r.stale_cause or "") for r in reports if r.is_stale]
     return min(since, default=None)
 
 
 def read_trainer_reports(job_dir: Path) -> dict[int, TrainerReport]:
-    """The newest report of each trainer of this node, by local rank."""
+    """Return the newest report of each trainer of this node, by local rank."""
     reports = {}
     for local_rank, fields in read_reports(job_dir).items():
         with suppress(ValueError):  # The trainer runs another release of reft
@@ -136,16 +152,18 @@ def read_trainer_reports(job_dir: Path) -> dict[int, TrainerReport]:
 
 
 class DaemonClient:
-    """A trainer's connection to the daemon. One thread writes its reports.
+    """A trainer's side of the communication with the daemon. Used by one thread.
 
     Args:
-        job_dir: the job's memory on this node.
+        job_dir: the job's memory directory on this node.
         secret: the job's secret.
-        page: the trainer's progress page.
-        incarnation: incarnation of the trainer; the daemon ignores incarnations that were replaced.
+        page: the trainer's progress page, which holds its reports.
+        incarnation: number of the job's start to which the trainer belongs; the daemon ignores
+            trainers of starts that were replaced.
 
     Attributes:
-        on_storage_state: called with the state of storage after each commit; None: it is not read.
+        on_storage_state: called after each commit with the result of :func:`read_storage_state`;
+            None: not needed.
     """
 
     def __init__(
@@ -155,13 +173,14 @@ class DaemonClient:
         self._secret = secret
         self._page = page
         self._report = TrainerReport(incarnation)
-        # Interval of persisted versions; 0 if the ranks agree on each version, or persist none.
+        # Steps between versions that go to storage; 0 if the ranks choose each such version
+        # together, or none goes to storage.
         self._interval_steps = 0
         self._logged: str | None = None
         self.on_storage_state: Callable[[Mapping[str, Any]], None] | None = None
 
     def configure(self, config: ReftConfig) -> None:
-        """Write the block for the daemon, which reads from it what to persist and how often."""
+        """Write the configuration into a file, where the daemon reads what to persist, and when."""
         self._interval_steps = config.persist.fixed_steps
         try:
             write_json(self._job_dir / CONFIG_FILE, config.as_block())
@@ -180,14 +199,14 @@ class DaemonClient:
         """Report a version that all ranks have committed.
 
         Args:
-            label: the version.
+            label: id of the version.
             stats: this rank's statistics.
-            unprotected: memory is too short to survive the loss of a node.
-            due: the ranks agreed that this version goes to storage.
+            unprotected: whether memory is too small to survive the loss of a node.
+            due: whether the ranks agreed that this version goes to storage.
         """
         committed = label.incarnation, label.step
-        # The trainer marks the version, since the daemon may read only a later report. All nodes
-        # must persist the same versions.
+        # All nodes must persist the same versions. The daemon may miss the report on this version
+        # and read a later one, so each report names the newest version that is due.
         due = due or bool(self._interval_steps and label.step % self._interval_steps == 0)
         since = (self._report.unprotected_since or committed) if unprotected else None
         self._write(
@@ -200,18 +219,18 @@ class DaemonClient:
             self.on_storage_state(read_storage_state(self._job_dir))
 
     def report_skip(self, cause: str, stats: Mapping[str, Any]) -> None:
-        """Report a version that was not taken, or not committed."""
+        """Report that a version was not taken or not committed, and why."""
         self._write(stale_cause=cause, stats=dict(stats))
 
     def persist_now(self, label: VersionId, timeout_secs: float) -> str | None:
-        """Make the daemon write a version to storage, and wait for it.
+        """Make the daemon write a version to storage, and wait until it has.
 
         Args:
-            label: the version.
-            timeout_secs: how long to wait.
+            label: id of the version.
+            timeout_secs: longest wait.
 
         Returns:
-            The checkpoint's path; None if it was not written in time, which is logged.
+            The checkpoint's path; None, after a logged warning, if it was not written in time.
         """
         deadline = time.monotonic() + timeout_secs
         while (left := deadline - time.monotonic()) > 0:
@@ -230,7 +249,7 @@ class DaemonClient:
                 logger.warning("%s was not persisted: %s", label, error)
                 return None
             except UNREACHABLE as error:
-                # The launcher starts a new daemon, which may still be in time.
+                # The launcher starts a new daemon, which may still write the version in time.
                 cause = f"{type(error).__name__}: {error}"
                 if cause != self._logged:
                     self._logged = cause
@@ -246,13 +265,13 @@ class DaemonClient:
         try:
             self._page.write_report(vars(self._report))
         except ValueError as error:
-            # Storage depends on the versions; only users miss the statistics.
+            # Too long: leave out the statistics. The daemon needs only the versions.
             logger.warning("the statistics are left out: %s", error)
             self._page.write_report(vars(replace(self._report, stats={})))
         self._wake()
 
     def _wake(self) -> None:
-        # With O_NONBLOCK, a missing or suspended daemon does not block the trainer.
+        # O_NONBLOCK: neither a missing nor a suspended daemon may block the trainer.
         flags = os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
         with suppress(OSError):
             fd = os.open(self._job_dir / WAKE_NAME, flags)
@@ -263,11 +282,12 @@ class DaemonClient:
 
 
 def read_storage_state(job_dir: Path) -> dict[str, Any]:
-    """Read what the daemon last wrote about storage.
+    """Read the state of storage that the daemon last wrote into its status file.
 
     Returns:
-        ``persisted`` and ``overtaken``, each a version as incarnation and step, or None; and
-        ``failing``, whether checkpoints do not reach storage.
+        ``persisted``: the newest version on storage; ``overtaken``: the newest version that was due
+        but overwritten in memory before it was on storage (both as incarnation and step, or None);
+        ``failing``: whether checkpoints do not reach storage.
     """
     persist = (read_json(job_dir / STATUS_FILE) or {}).get("persist") or {}
 

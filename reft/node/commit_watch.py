@@ -1,4 +1,4 @@
-"""Reads the committed versions in a node's arenas."""
+"""Finds the committed versions in a node's arenas, shared-memory files with a version each."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from reft.memory.jobdir import JobDir
 
 
 class _ArenaView(NamedTuple):
-    """An arena as of its last read."""
+    """What was last read of an arena."""
 
-    mark: tuple[object, ...]  # Changes with the file and with either record of its header
-    offsets: tuple[int, int]  # Offsets of the two records of its header in the file
+    mark: tuple[object, ...]  # Value that changes whenever the file or its header changes
+    offsets: tuple[int, int]  # File offsets of the two records of the header
     header: ArenaHeader | None
 
 
 class CommitWatch:
-    """Reads the headers of a node's arenas. Safe to use from several threads.
+    """Reads the headers of a node's arenas. Thread-safe.
 
-    An arena is read again only if its header has changed, because its block table and MAC may take
-    hundreds of kilobytes. No arena stays mapped between two calls, so that memory which is given up
-    is free at once (P9).
+    An arena is read again only if its header has changed, because verifying the header takes
+    hundreds of kilobytes of block table. No arena stays mapped between two calls, so the memory of
+    a removed arena is free at once (P9).
     """
 
     def __init__(self, job_dir: JobDir) -> None:
@@ -35,7 +35,7 @@ class CommitWatch:
         self._views: dict[Path, _ArenaView] = {}
 
     def newest(self) -> VersionId | None:
-        """The newest version that is committed in any arena.
+        """Return the newest version that is committed in any arena; None if there is none.
 
         Raises:
             OSError: the job's directory cannot be read.
@@ -44,7 +44,7 @@ class CommitWatch:
         return max(committed, default=None)
 
     def headers(self) -> list[ArenaHeader]:
-        """The header of every arena, without its block table.
+        """Return the header of every arena, without its block table.
 
         Raises:
             OSError: the job's directory cannot be read.
@@ -54,7 +54,7 @@ class CommitWatch:
             view = self._read(path)
             if view is not None:
                 views[path] = view
-        # Replaced by one assignment: another thread sees either the old views or the new ones.
+        # One assignment: another thread sees either all old views or all new ones.
         self._views = views
         return [view.header for view in views.values() if view.header is not None]
 
@@ -65,14 +65,18 @@ class CommitWatch:
             if known is not None and known.mark == _mark(file.fileno(), known.offsets):
                 return known
             with Arena.open(path, self._job_dir.secret, job_id=self._job_dir.job_id) as arena:
-                # The mark is taken first, so that a header that changes meanwhile is read again.
+                # Take the mark before the header: if the header changes in between, the next call
+                # sees another mark and reads again.
                 mark = _mark(file.fileno(), arena.header_offsets)
                 return _ArenaView(mark, arena.header_offsets, arena.head())
         return None
 
 
 def _mark(fd: int, offsets: tuple[int, int]) -> tuple[object, ...]:
-    """The file's identity, and the prefix of each header record: sequence number, hash and MAC."""
+    """Return a value that changes with the file or with either record of its header.
+
+    It holds the file's identity and size, and each record's sequence number, hash and MAC.
+    """
     info = os.fstat(fd)
     return (
         info.st_dev,

@@ -1,13 +1,14 @@
-"""The node daemon: one process of each node, started by ``reft launch`` before the trainers.
+"""The node daemon: one process on each node, started by ``reft launch`` before the trainers.
 
-It outlives trainers, watches their arenas, writes committed versions to storage in the background
-and publishes the state of its node. Commits do not depend on it: if it is killed, a warning is
-logged (P6) and the launcher starts a new one. It ends with its launcher and leaves the memory in
-place, because only the launcher knows whether the job ended well.
+The daemon outlives trainers. It watches their arenas (shared-memory files that each hold a version
+of one rank), writes committed versions to storage in the background, and publishes the state of the
+node. Commits do not depend on it: if it is killed, the launcher logs a warning (P6) and starts a
+new one. The daemon ends with its launcher and leaves the memory in place, because only the launcher
+knows whether the job ended well.
 
-Under MPI, where a job dies with its first process, the daemon stays for the next step. It writes
-the newest version to storage when a step has ended. It ends when no step has come for long, or when
-the memory was removed.
+Under MPI, where all processes of a job step die together, the daemon stays for the batch system's
+next job step. When a job step has ended, the daemon writes the newest version to storage. It ends
+when no job step has started for long, or when the memory was removed.
 """
 
 from __future__ import annotations
@@ -53,22 +54,23 @@ from reft.node.progress import process_state
 from reft.storage.persist import persist_label
 from reft.storage.persister import Persister, PersistStatus, label_json
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("reft.node.daemon")  # Run with -m, where __name__ is "__main__"
 
-_POLL_SECS = 1.0  # Interval of reading the arenas while no trainer wakes the daemon
+_POLL_SECS = 1.0  # Interval at which arenas are read if no trainer wakes the daemon
 _STATUS_SECS = 0.2
 _IDLE_CONNECTION_SECS = 3600.0
 _LAUNCHER_STOPPED_SECS = 5.0
 _WRITE_PAUSE_SECS = 60.0  # Time without progress after which a write to storage counts as hanging
-# The kernel's boot time, which clock corrections move, is part of the start time of a process.
+# Largest difference between two readings of one process's start time. It may change because it
+# is computed from the kernel's boot time, which clock corrections move.
 _SAME_START_SECS = 2.0
 
 
 class NodeStatus:
-    """The state of a node as the daemon publishes it in ``status.json``. Safe for several threads.
+    """The state of a node, which the daemon publishes in ``status.json``. Thread-safe.
 
     Args:
-        job_dir: the job's memory on this node.
+        job_dir: the job's memory directory on this node.
         facts: fields about the daemon itself: process id, node, job.
         persist: state of the checkpoints on storage.
     """
@@ -88,13 +90,13 @@ class NodeStatus:
             self._facts.update(facts)
 
     def add_commit(self, label: VersionId) -> None:
-        """Record a committed version on this node, unless a newer one is known."""
+        """Record that a version is committed on this node, unless a newer one is known."""
         with self._lock:
             if self.last_committed is None or label > self.last_committed:
                 self.last_committed = label
 
     def set_report(self, local_rank: int, report: TrainerReport) -> None:
-        """Record a trainer's newest report. It stays until the job starts again."""
+        """Record a trainer's newest report; drop all reports of an older start of the job."""
         with self._lock:
             if any(known.incarnation < report.incarnation for known in self._reports.values()):
                 self._reports.clear()
@@ -119,7 +121,7 @@ class NodeStatus:
             }
 
     def write_if_changed(self) -> None:
-        """Write the file if the state has changed; a full directory is logged once and retried."""
+        """Write the status file if the state has changed; log an error once, and retry later."""
         value = self.snapshot()
         if value == self._written:
             return
@@ -136,10 +138,11 @@ class Daemon:
     """The daemon of one node.
 
     Args:
-        job_dir: the job's memory on this node.
-        launcher_pid: process with which the daemon ends; 0: none.
+        job_dir: the job's memory directory on this node.
+        launcher_pid: id of the launcher, with which the daemon ends; 0: there is none.
         persist: function that writes one version to storage; see :mod:`reft.storage.persister`.
-        linger_secs: how long the daemon stays while no process holds the memory; 0: forever.
+        linger_secs: seconds that the daemon stays while no process holds the directory's lock; 0:
+            forever.
     """
 
     def __init__(
@@ -167,8 +170,8 @@ class Daemon:
         self._commits = CommitWatch(job_dir)
         self._workers: dict[int, float] = {}
         self._launcher_still, self._writes = ChangeTimer(), ChangeTimer()
-        self._incarnation = 0  # Incarnation of the newest version in any trainer's report
-        self._min_incarnation = 0  # Incarnation of the launcher's trainers; older ones are refused
+        self._incarnation = 0  # Incarnation (start of the job) of the newest reported version
+        self._min_incarnation = 0  # Incarnation of the running trainers; older ones are refused
         self._reports: dict[int, TrainerReport] = {}  # Reports as last read, by local rank
         self._config_mark: tuple[int, int] | None = None
         self._configuring = threading.Lock()
@@ -181,12 +184,16 @@ class Daemon:
             "fenced": lambda message: self.persister.fenced(int(message.get("incarnation", 0))),
             "persist": self._persist,
             "flush": self._flush,
-            # Delayed so that the reply is sent first.
+            # Delay the end, so that the reply is sent first.
             "shutdown": lambda _: threading.Timer(0.05, self.end).start(),
         }
 
     def run(self) -> int:
-        """Serve until a signal, a request, or the end of the launcher. Returns the exit code."""
+        """Serve until a signal, a request or the launcher's death ends the daemon.
+
+        Returns:
+            The exit code.
+        """
         self._listen()
         self._read_config()
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
@@ -197,17 +204,20 @@ class Daemon:
             self._changed.clear()
             if self._ended.is_set():
                 break
-            # First of all, because another launcher and its daemon may have the memory by now.
+            # Check this first: without the launcher's lock, another launcher and its daemon may
+            # already use the memory.
             if self._launcher_pid and os.getppid() != self._launcher_pid:
                 logger.warning(
-                    "the launcher is gone; ending, the memory stays in %s", self._job_dir.path
+                    "the launcher of this node is gone, and its daemon ends. Versions stay in %s "
+                    "for the time when the node joins again; 'reft clean' removes them",
+                    self._job_dir.path,
                 )
                 self._kill_workers()
                 self.persister.close()
                 return 0
             now = time.monotonic()
             elapsed, polled_at = now - polled_at, now
-            # Each check is guarded by itself, so that an error in one does not skip the other.
+            # Guard each check separately, so that an error in one does not skip the other.
             for check in (self.resume_launcher, self.check_storage):
                 try:
                     check(elapsed)
@@ -228,16 +238,16 @@ class Daemon:
     def _kill_workers(self) -> None:
         for pid, create_time in self._workers.items():
             now = _create_time(pid)
-            # A trainer that has ended may have left children in its process group. The kernel does
-            # not reuse the group's number while they live.
+            # Kill the group even if the trainer itself has ended (start time 0): its children may
+            # live, and while they do, the kernel does not reuse the group's number.
             if now == 0.0 or abs(now - create_time) < _SAME_START_SECS:
                 with contextlib.suppress(OSError):
                     os.killpg(pid, signal.SIGKILL)
 
     def _is_abandoned(self) -> bool:
-        """Whether no further step of the job is expected.
+        """Whether no further job step of the batch system is expected.
 
-        When a step has ended, its newest version goes to storage.
+        When a job step has ended, this also starts to write its newest version to storage.
         """
         path = self._job_dir.path
         if not path.is_dir():
@@ -269,7 +279,7 @@ class Daemon:
             )
 
     def _listen_again(self) -> None:
-        """Listen again if the job's directory was removed and a trainer has recreated it."""
+        """Make socket and pipe again if the job's directory was removed and created again."""
         path = self._job_dir.path
         if os.path.lexists(path / SOCKET_NAME) or not path.is_dir():
             return
@@ -278,15 +288,15 @@ class Daemon:
             logger.warning("%s was removed and made again; the daemon listens there now", path)
 
     def _listen(self) -> None:
-        """Make the socket and the named pipe, replacing those of a dead daemon.
+        """Make the socket and the named pipe, in place of a dead daemon's; then listen.
 
-        Only this user may open them.
+        Their modes let only this user open them.
         """
         path = self._job_dir.path
         for name in (SOCKET_NAME, WAKE_NAME):
             (path / name).unlink(missing_ok=True)
         os.mkfifo(path / WAKE_NAME, 0o600)
-        # O_RDWR makes this process a writer too, so the pipe never reports the end of the file.
+        # O_RDWR: this process is a writer, too, so reading never reports end of file.
         self._wake_fd = os.open(path / WAKE_NAME, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         old_mask = os.umask(0o177)
@@ -303,14 +313,14 @@ class Daemon:
         self._job_dir.record_daemon()
 
     def end(self) -> None:
-        """End soon. A write to storage that has not finished is abandoned."""
+        """Make :meth:`run` return soon; a write to storage that is under way is abandoned."""
         self._ended.set()
         self._changed.set()
 
     # -- trainers and their versions ---------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Read reports and arenas when a trainer wakes the daemon, or after the poll interval."""
+        """Read reports and arenas whenever a trainer wakes the daemon, or every second."""
         while not self._ended.is_set():
             self._wait_for_wake()
             try:
@@ -323,14 +333,14 @@ class Daemon:
                 logger.exception("the versions in memory were not read this time")
 
     def _wait_for_wake(self) -> None:
-        # An OSError means that the pipe was replaced meanwhile.
+        # Ignore an OSError: the pipe was replaced meanwhile.
         with contextlib.suppress(OSError, ValueError):
             ready, _, _ = select.select([self._wake_fd], [], [], _POLL_SECS)
             if ready:
                 os.read(self._wake_fd, 4096)
 
     def _read_config(self) -> None:
-        """Apply the trainers' block if the file has changed."""
+        """Apply the trainers' configuration if its file has changed."""
         with self._configuring, contextlib.suppress(OSError, ValueError):
             path = self._job_dir.path / CONFIG_FILE
             info = path.stat()
@@ -342,17 +352,18 @@ class Daemon:
                 self.metrics.configure(config.metrics)
 
     def _read_reports(self) -> None:
-        """Process the reports that have changed, without those of replaced incarnations."""
+        """Process changed reports, except those of trainers that a newer start has replaced."""
         for local_rank, report in read_trainer_reports(self._job_dir.path).items():
             before = self._reports.get(local_rank)
             if report == before or 0 < report.incarnation < self._min_incarnation:
                 continue
             self._reports[local_rank] = report
             self.status.set_report(local_rank, report)
-            # In the first report that this daemon reads, an older version was due before its start.
+            # In the first report that this daemon reads, a due version that is not the newest one
+            # is a matter of the daemon before it: ignore it.
             known_due = before.due if before is not None else None
             is_past = before is None and report.due != report.committed
-            # The version that is due comes before the newest one, which may not be due.
+            # Offer the due version before the newest one, which may itself not be due.
             if report.due is not None and report.due != known_due and not is_past:
                 self.persister.offer(VersionId(*report.due), due=True)
             known_commit = before.committed if before is not None else None
@@ -362,8 +373,8 @@ class Daemon:
                 self.status.add_commit(label)
                 since = report.unprotected_since
                 if before is not None and since is not None and since != before.unprotected_since:
-                    # Memory was protected in between. Every node has to write the first unprotected
-                    # version, even if it reads only a later report.
+                    # A new period without protection began. Every node has to write the first
+                    # version of that period, also a node that reads only a later report.
                     self.persister.offer(VersionId(*since), unprotected=False)
                     self.persister.offer(VersionId(*since), unprotected=True)
                 self.persister.offer(label, unprotected=since is not None)
@@ -373,7 +384,7 @@ class Daemon:
         if newest is None:
             return
         self.status.add_commit(newest)
-        # A version of an earlier incarnation is not persisted: its other parts may be gone, and
+        # Do not persist a version of an earlier start: its parts on other nodes may be gone, and
         # waiting for them would delay the versions that follow.
         if newest.incarnation == self._incarnation:
             self.persister.offer(newest)
@@ -381,7 +392,7 @@ class Daemon:
     # -- hangs -------------------------------------------------------------------------------------
 
     def resume_launcher(self, elapsed_secs: float) -> None:
-        """Send SIGCONT to a stopped launcher, which would lose its place in the job.
+        """Send SIGCONT to a launcher that is stopped, before its node is removed for silence.
 
         Args:
             elapsed_secs: time since the last call.
@@ -390,15 +401,15 @@ class Daemon:
         secs = self._launcher_still.update(stopped, elapsed_secs)
         if not stopped or secs <= _LAUNCHER_STOPPED_SECS:
             return
-        # Restart the timer: a launcher that stops again, as background processes of a terminal do,
-        # gets the same time again.
+        # Restart the timer: the launcher may stop again, as background processes of a terminal do,
+        # and then gets the same time.
         self._launcher_still = ChangeTimer()
         logger.warning("the launcher (process %d) is stopped; it is continued", self._launcher_pid)
         with contextlib.suppress(OSError):
             os.kill(self._launcher_pid, signal.SIGCONT)
 
     def check_storage(self, elapsed_secs: float) -> None:
-        """Detect a file system that hangs, which raises no error.
+        """Report a write to storage that makes no progress: a hanging file system gives no error.
 
         Args:
             elapsed_secs: time since the last call.
@@ -450,19 +461,23 @@ class Daemon:
             return {"ok": False, "error": f"{type(error).__name__}: {error}"}
 
     def _set_workers(self, message: Mapping[str, Any]) -> int:
-        """Set the launcher's trainers, whose process groups are killed if the launcher dies."""
+        """Set the trainers whose process groups the daemon kills if the launcher dies."""
         self._min_incarnation = max(self._min_incarnation, int(message.get("incarnation", 0)))
         self._workers = {int(pid): _create_time(int(pid)) for pid in message["pids"]}
         self.status.update(workers=sorted(self._workers))
         return len(self._workers)
 
     def _persist(self, message: Mapping[str, Any]) -> str:
-        self._read_config()  # The trainer may have written it just now
+        self._read_config()  # The trainer may have written the configuration just now
         label = VersionId(*map(int, message["label"]))
         return self.persister.persist_and_wait(label, float(message["wait_secs"]))
 
     def _flush(self, message: Mapping[str, Any]) -> str | None:
-        """Persist the newest committed version, if storage is configured and lacks it."""
+        """Persist the newest committed version, if storage is configured and lacks that version.
+
+        Returns:
+            The checkpoint's path; None if there was nothing to write.
+        """
         self._read_config()
         newest = self._commits.newest()
         if newest is None or not self.persister.wants(newest):
@@ -471,7 +486,7 @@ class Daemon:
 
 
 def _create_time(pid: int) -> float:
-    """Start time of a process; 0 if it has ended."""
+    """Return the start time of a process; 0 if it has ended."""
     try:
         return float(psutil.Process(pid).create_time())
     except psutil.Error:
@@ -479,7 +494,7 @@ def _create_time(pid: int) -> float:
 
 
 def _run_in_thread(end: Callable[[], None]) -> None:
-    # A signal handler must not take the lock of ``end``: the main thread may already hold it.
+    # A signal handler runs in the main thread, which may hold a lock that ``end`` takes.
     threading.Thread(target=end, name="reft-end", daemon=True).start()
 
 
@@ -503,8 +518,8 @@ def main(argv: Sequence[str]) -> int:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(END_SIGNAL, lambda *_: _run_in_thread(daemon.end))
         if options.launcher_pid:
-            # Batch systems signal every process of a job, but the launcher's last flush needs the
-            # daemon.
+            # Batch systems send SIGTERM to every process of a job. Ignore it: the launcher still
+            # needs the daemon to write the last version.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         else:
             signal.signal(signal.SIGTERM, lambda *_: _run_in_thread(daemon.end))

@@ -1,4 +1,4 @@
-"""Accounts for a job's time: useful training, and the causes of the lost time."""
+"""Divides a job's time into useful training and lost time, by cause."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from reft.node.history import read_history
 from reft.node.progress import Phase, TrainerView, read_pages, read_times
 from reft.node.stragglers import Straggler
 
-# A longer gap between two polls means that the host was suspended; it is counted as this long.
+# Gaps between two polls are counted up to this length; a longer one means a suspended host.
 _MAX_GAP_SECS = 60.0
 
 
 @dataclass
 class GoodputTimes:
-    """A job's time since it began, over all its restarts.
+    """A job's useful and lost time since it began, over all its restarts.
 
-    Every step counts once: steps that are repeated after a rollback are lost time.
+    Every step counts as useful once: the time of steps that are repeated after a rollback is lost.
     """
 
     began_unix_secs: float
-    elapsed_secs: float = 0.0  # Observed time
+    elapsed_secs: float = 0.0  # Time during which the job was observed
     first_step: int | None = None
     newest_step: int | None = None
     last_step: int | None = None  # Last completed step; below newest_step while steps are repeated
-    repeated_steps: int = 0  # Steps repeated after a rollback
-    repeated_secs: float = 0.0
-    samples: int = 0
+    repeated_steps: int = 0  # Number of steps repeated after rollbacks
+    repeated_secs: float = 0.0  # Time of the repeated steps
+    samples: int = 0  # Samples trained on, without repetitions
     flops: float = 0.0  # Operations of the model for these samples; 0 if unknown
     starting_secs: float = 0.0  # Time until the first step
     recovering_secs: float = 0.0  # Later time without steps: trainers were gone or loading
@@ -57,11 +57,11 @@ class GoodputTimes:
 
     @property
     def samples_per_sec(self) -> float | None:
-        """Samples per second over the whole time, losses included; None if the batch is unknown."""
+        """Samples per second of the whole time, lost time included; None without a known batch."""
         return self.samples / self.elapsed_secs if self.samples and self.elapsed_secs > 0 else None
 
     def add_waiting(self, secs: float) -> None:
-        """Count ``secs`` in which no steps were completed."""
+        """Count ``secs`` during which no steps were completed."""
         self.elapsed_secs += secs
         if self.newest_step is None:
             self.starting_secs += secs
@@ -78,14 +78,14 @@ class GoodputTimes:
         stall_secs: float = 0.0,
         straggler_secs: float = 0.0,
     ) -> None:
-        """Count ``secs`` in which training completed the steps up to ``step``.
+        """Count ``secs`` during which training completed the steps up to ``step``.
 
         Args:
             secs: time since the last call.
             step: last completed step.
-            samples: samples of one step.
-            flops: operations of one step.
-            stall_secs: part of ``secs`` that training waited for versions.
+            samples: samples in one step.
+            flops: operations of the model in one step.
+            stall_secs: part of ``secs`` during which training waited for versions to be copied.
             straggler_secs: time that stragglers cost in one step.
         """
         new_steps = 0 if self.newest_step is None else max(0, step - self.newest_step)
@@ -99,7 +99,7 @@ class GoodputTimes:
         self.straggler_secs += new_steps * straggler_secs
 
     def roll_back(self, resumed_step: int, step_secs: float) -> None:
-        """Count the steps after ``resumed_step`` as repeated, ``step_secs`` each."""
+        """Count the steps after ``resumed_step`` as lost, each with ``step_secs``."""
         again = max(0, (self.last_step or 0) - resumed_step)
         self.last_step = resumed_step
         self.repeated_steps += again
@@ -109,12 +109,12 @@ class GoodputTimes:
 class GoodputCounters:
     """Counts the :class:`GoodputTimes` of a job from the files of one node. Used by one thread.
 
-    Every launcher counts for itself. Its counters are part of its node's report, whose copy in the
-    job's memory outlives the launcher.
+    The launcher of each node counts independently. The counters are part of the node's report, and
+    a copy of that report in the job's memory directory outlives the launcher.
 
     Args:
-        path: the job's memory on this node.
-        known: counters of an earlier launcher of the node; None if there are none.
+        path: the job's memory directory on this node.
+        known: counters of an earlier launcher of the node, which are continued; None if none.
     """
 
     def __init__(self, path: Path, known: GoodputTimes | None = None) -> None:
@@ -126,7 +126,11 @@ class GoodputCounters:
         self._versions_taken = 0
 
     def poll(self, slow: Sequence[Straggler]) -> GoodputTimes:
-        """Count the time since the last poll; returns a copy of the counters."""
+        """Count the time since the last poll; return a copy of the counters.
+
+        Args:
+            slow: the current stragglers of the job.
+        """
         now = time.monotonic()
         elapsed, self._polled_at = min(_MAX_GAP_SECS, now - self._polled_at), now
         counts = self._counts
@@ -156,9 +160,9 @@ class GoodputCounters:
         return replace(counts)
 
     def _stall_secs(self) -> float:
-        """Seconds that training waited for versions since the last poll.
+        """Estimate the seconds that training waited for versions since the last poll.
 
-        This is the number of versions taken since then, times the median wait.
+        The estimate is the number of versions taken since then, times the median wait.
         """
         report = read_trainer_reports(self._path).get(0)
         stats = report.stats if report is not None else {}
@@ -168,6 +172,6 @@ class GoodputCounters:
 
 
 def _is_training(page: TrainerView) -> bool:
-    """Whether the trainer trains, including the time between two steps."""
+    """Whether the trainer is past its first step and has not ended."""
     idle = (Phase.LOADING, Phase.FIRST_STEP, Phase.ENDED)
     return page.phase not in idle and page.state not in ("", "Z")

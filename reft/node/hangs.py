@@ -1,11 +1,16 @@
 """Finds the trainers that are stalled, and the one that the others wait for.
 
-No clock and no file is read here. A trainer is quiet while its progress page does not change.
-Within a step its limit is ``hang_factor`` times the longest of its last 64 steps. Elsewhere (before
-a step was measured, in an evaluation, a save, or the script's code between two steps) it is
-``hang_timeout_secs``, or ``hang_factor`` times the longest time of that phase. Time is counted from
-poll to poll, so neither a watcher that was suspended nor a clock that jumps makes a trainer
-suspect.
+The input are copies of the trainers' progress pages; no clock and no file is read here. A trainer
+is quiet while its page does not change, and suspected once it has been quiet for longer than a
+limit:
+
+- Within a step the limit is ``hang_factor`` times the longest of the trainer's last 64 steps.
+- Elsewhere (before a step was measured, in an evaluation, a save, or the script's code between two
+  steps) it is the larger of ``hang_timeout_secs`` and ``hang_factor`` times the longest time so far
+  in that phase.
+
+Time is counted from poll to poll, two seconds at most for each. Thus no trainer becomes suspected
+because the watching process was suspended, or because a clock jumped.
 """
 
 from __future__ import annotations
@@ -18,36 +23,39 @@ from pydantic import TypeAdapter
 from reft.node.progress import Phase, TrainerView
 from reft.node.step_clock import StepPhase, find_phase
 
-# Shorter steps count as this long, because a busy machine delays them by seconds.
+# A longest step that is shorter counts as this long: a busy machine may delay a step by seconds.
 MIN_STEP_SECS = 0.75
 _MAX_GAP_SECS = 2.0  # Longest counted time between two polls
 STOPPED, TRACED = "T", "t"
 _STATES = {STOPPED: ", stopped", "D": ", waits in the kernel", "": ", gone", "Z": ", gone"}
-_LOADING = ("LoadMicroBatch",)  # Reading the script's data may take long at times
+_LOADING = ("LoadMicroBatch",)  # Instructions without the limit of a step: data may come late
 
 
 @dataclass(frozen=True)
 class TrainerActivity:
-    """What a trainer does, and since when its page has not changed."""
+    """What a trainer is doing, and for how long its progress page has not changed."""
 
-    page: TrainerView  # Its page as last read
+    page: TrainerView  # The trainer's page as last read
     quiet_secs: float  # Time since the page last changed
-    node: str = ""  # Set by the node's launcher
+    node: str = ""  # Id of the node; the node's launcher sets it
 
     @property
     def suspected(self) -> bool:
-        """Whether it was quiet for longer than its current phase may take."""
+        """Whether the trainer has been quiet for longer than its current phase may take."""
         limit = limit_secs(self.page)
         return limit is not None and self.quiet_secs > limit
 
     @property
     def stalled(self) -> bool:
-        """Whether it was quiet for longer than a step may take; its node then reports it."""
+        """Whether the trainer has been quiet for longer than a step may take, in any phase.
+
+        Its node then reports it to the others.
+        """
         return self.page.hang_factor > 0 and self.quiet_secs > step_limit_secs(self.page)
 
     @property
     def communicates(self) -> bool:
-        """Whether it is in an instruction in which a rank may wait for another rank."""
+        """Whether the trainer is in an instruction that may wait for another rank."""
         return find_phase(self.page.instruction) not in (StepPhase.COMPUTE, StepPhase.OTHER)
 
     def __str__(self) -> str:
@@ -63,12 +71,15 @@ WAITING = TypeAdapter(list[TrainerActivity])
 
 
 def step_limit_secs(page: TrainerView) -> float:
-    """How long a trainer may be quiet within a step; the minimum until a step was measured."""
+    """Return for how many seconds a trainer may be quiet within a step.
+
+    Until a step was measured, MIN_STEP_SECS counts as the longest step.
+    """
     return page.hang_factor * max(MIN_STEP_SECS, page.step_secs)
 
 
 def limit_secs(page: TrainerView) -> float | None:
-    """How long a trainer may be quiet in its current phase; None if it is not watched."""
+    """Return for how long a trainer may be quiet in its current phase; None if not watched."""
     if page.hang_factor == 0 or page.state == TRACED or page.phase in (Phase.PAUSED, Phase.ENDED):
         return None
     in_step = page.phase is Phase.STEP and page.step_secs > 0 and page.instruction not in _LOADING
@@ -79,20 +90,20 @@ def limit_secs(page: TrainerView) -> float | None:
 
 @dataclass
 class ChangeTimer:
-    """Measures for how long something has not changed."""
+    """Measures for how long a value has not changed."""
 
     secs: float = 0.0
     _mark: Hashable = None
 
     def update(self, mark: Hashable, elapsed_secs: float) -> float:
-        """Add the time since the last call.
+        """Add the time since the last call, or start again at 0 if the value has changed.
 
         Args:
-            mark: a value that differs from the last one if the thing has changed.
+            mark: the value now.
             elapsed_secs: time since the last call.
 
         Returns:
-            Seconds since the last change.
+            Seconds since the value last changed.
         """
         if mark == self._mark:
             self.secs += min(elapsed_secs, _MAX_GAP_SECS)
@@ -109,14 +120,14 @@ class ActivityTracker:
         self._timers: dict[int, ChangeTimer] = {}  # By local rank
 
     def poll(self, pages: Iterable[TrainerView], elapsed_secs: float) -> list[TrainerActivity]:
-        """Update the timers.
+        """Update the timers of the trainers.
 
         Args:
             pages: the trainers' pages.
             elapsed_secs: time since the last poll.
 
         Returns:
-            One activity per page.
+            One activity for each page.
         """
         before = self._timers
         self._timers = {}
@@ -134,27 +145,28 @@ class ActivityTracker:
 
 @dataclass(frozen=True)
 class HangDiagnosis:
-    """Why the job hangs."""
+    """The ranks that make the job hang, and why."""
 
     ranks: tuple[int, ...]  # Ranks that the others wait for; empty if all wait for each other
-    reason: str
+    reason: str  # Text for users
 
 
 def name_culprit(activities: Sequence[TrainerActivity]) -> HangDiagnosis | None:
-    """Find the ranks that the others wait for.
+    """Find the ranks that the others wait for, if the job hangs.
 
     Args:
         activities: activities of all known trainers.
 
     Returns:
-        None if the job does not hang, or waits for a rank that is within its limit.
+        None if the job does not hang, or waits for a rank that is still within its limit.
     """
     suspects = [a for a in activities if a.suspected]
     if not suspects:
         return None
     stopped = [a for a in suspects if a.page.state == STOPPED]
     gone = [a for a in suspects if a.page.state in ("", "Z")]
-    # Script code between two steps may take long on all ranks if no rank waits for another.
+    # Ranks in the script's code between two steps are suspected only if another rank waits in a
+    # communication: all ranks may run such code for long.
     any_waits = any(a.communicates for a in suspects)
     outside = [a for a in suspects if not a.communicates]
     outside = [a for a in outside if any_waits or a.page.phase is not Phase.BETWEEN]

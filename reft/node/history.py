@@ -1,7 +1,8 @@
-"""The history of a job's starts, as one node saw them: JSON lines in the job's memory.
+"""The history of a job's starts, as seen by one node: JSON lines in its memory directory.
 
-The launcher records when the trainers start and why the previous ones ended. The first trainer of
-the node records what it resumed from and when it completed its first step. The file outlives both.
+The launcher records when trainers start and why the previous ones ended. The first trainer of the
+node records from what it resumed and when it completed its first step. The file outlives the
+launcher and the trainers.
 """
 
 from __future__ import annotations
@@ -39,43 +40,50 @@ PARTS = {
     "transfer": "until the state is restored and protected again",
     "first_step": "until the first step is completed",
 }
-"""The parts of an interruption, in order; users see the names and descriptions."""
+"""Parts of an interruption of training, in order of time. Users see the names and descriptions."""
 
 
 @dataclass
 class RoundReport:
     """One start of the trainers on all nodes of the job."""
 
-    round: int  # 1 for the first start under a launcher
-    unix_secs: float  # When all nodes were present
+    round: int  # Number of the start; 1 for the first one under a launcher
+    unix_secs: float  # Time at which all nodes were present
     nodes: list[str] = field(default_factory=list)
     # Why trainers of the previous round ended: node, rank, and signal, exit code or error
     failures: list[str] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)  # Nodes that vanished since the previous round
-    joined: list[str] = field(default_factory=list)  # New nodes
+    joined: list[str] = field(default_factory=list)  # Nodes that were not in the previous round
     left: list[str] = field(default_factory=list)  # Nodes that left on request
-    newest_step: int = -1  # Newest committed step that any node knew; -1: none
-    # "memory, ..." or "disk, ..."; None: the round began from scratch, or has not resumed yet
+    newest_step: int = -1  # Newest committed step that any node knew at the start; -1: none
+    # Source of the restored state, "memory, ..." or "disk, ..."; None: nothing was restored so far
     resumed_from: str | None = None
-    resumed_step: int | None = None
+    resumed_step: int | None = None  # Step of the restored state
     # Seconds of each part of the interruption (see PARTS), by this node's wall clock. A part that
     # was not observed is missing.
     secs: dict[str, float] = field(default_factory=dict)
-    # When the launcher saw that a trainer of the previous round had failed; None if none had
+    # Time at which the launcher saw that a trainer of the previous round had failed; None if none
+    # had failed
     failed_unix_secs: float | None = None
-    ended: str | None = None  # Reason of the launcher, if the job ended in this round
+    ended: str | None = None  # Why the job ended in this round; None if it did not end
 
 
 _ROUND = TypeAdapter(RoundReport)
 
 
 def note(job_dir: Path, event: str, **facts: Any) -> None:
-    """Append an event. If it cannot be written, it is lost and a warning is logged (P6)."""
+    """Append an event to a node's history. If that fails, only log a warning (P6).
+
+    Args:
+        job_dir: the job's memory directory on this node.
+        event: kind of event: STARTED, RESUMED, STEPPED or ENDED.
+        **facts: fields of the event.
+    """
     line = json.dumps({"event": event, "unix_secs": time.time(), **facts})
     try:
         fd = os.open(job_dir / HISTORY_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         try:
-            # One write of a whole line: with O_APPEND, lines of several processes do not mix.
+            # One write call per line: with O_APPEND, lines of several processes do not mix.
             os.write(fd, line.encode() + b"\n")
         finally:
             os.close(fd)
@@ -92,7 +100,7 @@ def read_history(job_dir: Path) -> list[RoundReport]:
     rounds: list[RoundReport] = []
     resumed_at = 0.0
     for line in lines:
-        # Lines of another release, or cut off by a full disk, are skipped.
+        # Skip lines that another release wrote, or that a full file system cut off.
         with suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
             facts = json.loads(line)
             event, at = facts.pop("event"), _require_time(facts["unix_secs"])
@@ -117,7 +125,7 @@ def read_history(job_dir: Path) -> list[RoundReport]:
 
 
 def _require_time(value: Any) -> float:
-    """The value as seconds. Raises ValueError or TypeError if it is no plausible time."""
+    """Return the value as seconds; raise ValueError or TypeError if it is no plausible time."""
     secs = float(value)
     if not 0 <= secs < 2**37:
         raise ValueError(f"{value!r} is not a time")
@@ -131,15 +139,16 @@ def _require_text(value: Any) -> str:
 
 
 def _split_start(formed: float, resumed: float, times: Mapping[str, float]) -> dict[str, float]:
-    """Split a start into its parts.
+    """Split the time of a start, until the state is restored, into parts.
 
     Args:
         formed: time at which all nodes were present.
         resumed: time at which the state was restored.
-        times: times of the script's start, by the names in :mod:`reft.engine.marks`.
+        times: times at which the script passed certain points, by their names in
+            :mod:`reft.engine.marks`.
 
     Returns:
-        Seconds by the names of PARTS.
+        Seconds of each part, by the names of PARTS.
     """
     ends = {"starting": "began", "script": "engine", "engine": "built", "joining": "survey"}
     secs: dict[str, float] = {}
@@ -151,7 +160,7 @@ def _split_start(formed: float, resumed: float, times: Mapping[str, float]) -> d
     secs["transfer"] = max(0.0, resumed - since)
     if {"groups", "grouped"} <= times.keys():
         groups = secs["groups"] = max(0.0, times["grouped"] - times["groups"])
-        # The process groups are made within one of these parts, whose time excludes them.
+        # The process groups are created during one of these parts: subtract their time from it.
         for part in ("script", "engine", "joining"):
             if part in secs and times["groups"] < times[ends[part]]:
                 secs[part] = max(0.0, secs[part] - groups)
@@ -163,12 +172,12 @@ def _split_start(formed: float, resumed: float, times: Mapping[str, float]) -> d
 
 
 def restarts_among(rounds: Iterable[RoundReport]) -> list[RoundReport]:
-    """The starts that followed a failure."""
+    """Return the starts that followed a failure."""
     return [row for row in rounds if row.failures or row.lost]
 
 
 def why(row: RoundReport) -> str:
-    """Describe why the trainers were started."""
+    """Describe why the trainers were started in this round."""
     causes = [*row.failures, *(f"node {node} was lost" for node in row.lost)]
     if not causes:
         causes = [f"node {node} joined" for node in row.joined]
@@ -180,7 +189,11 @@ def describe_parts(secs: Mapping[str, float]) -> str:
 
 
 def after_failure(job_dir: Path) -> str:
-    """Describe the failure before the newest start, as the end of a sentence; empty if none."""
+    """Describe the failure that led to the newest start, as the end of a sentence.
+
+    Returns:
+        An empty text if no failure preceded the start.
+    """
     for row in restarts_among(read_history(job_dir)[-1:]):
         since = row.failed_unix_secs
         secs = "" if since is None else f"{max(0.0, time.time() - since):.1f} s "
@@ -194,6 +207,12 @@ def after_failure(job_dir: Path) -> str:
 def keep_history(job_dir: Path, job_id: str, node: str, directory: Path) -> None:
     """Append a node's history to a file that outlives the job's memory, one line per start.
 
+    Args:
+        job_dir: the job's memory directory on the node.
+        job_id: name of the job's memory.
+        node: id of the node.
+        directory: directory of the file.
+
     Raises:
         OSError: the file cannot be written.
     """
@@ -203,7 +222,7 @@ def keep_history(job_dir: Path, job_id: str, node: str, directory: Path) -> None
 
 
 def read_kept_histories(directory: Path) -> dict[tuple[str, str], list[RoundReport]]:
-    """Read the starts that :func:`keep_history` wrote, by job and node; other lines are skipped."""
+    """Read the starts that :func:`keep_history` wrote, by job and node; skip invalid lines."""
     histories: dict[tuple[str, str], list[RoundReport]] = {}
     for path in sorted(directory.glob(f"{_KEPT_PREFIX}*.jsonl")):
         for line in path.read_text(errors="replace").splitlines():

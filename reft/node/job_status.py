@@ -1,13 +1,14 @@
 """Shares the state of every node of a job with all others.
 
-Periodically each launcher writes the report of its node into the rendezvous store and reads the
-board. The first of the nodes that are present is the aggregator, which merges all reports into the
-board. A node whose report does not change is OFFLINE. Every launcher keeps a copy of the board in
-the job's memory, where ``reft status`` and the daemon's metrics read it.
+Periodically each launcher writes the report of its node into the rendezvous store, and reads the
+board, which holds the reports of all nodes. The launcher of the first node that is present is the
+aggregator: it merges all reports into the board. A node whose report does not change for a while is
+OFFLINE. Every launcher keeps a copy of the board in the job's memory directory, where
+``reft status`` and the daemon's metrics read it.
 
-This runs in one thread of the launcher over a connection of its own. Neither trainers nor the
-rendezvous wait for it, and nothing depends on it (P6). Its traffic is bounded, because the period
-grows with the number of nodes.
+All this runs in one thread of the launcher over a connection of its own. Neither trainers nor the
+rendezvous wait for that thread, and nothing depends on it (P6). Its traffic is bounded, because the
+period grows with the number of nodes.
 """
 
 from __future__ import annotations
@@ -42,23 +43,21 @@ from reft.node.tolerance import find_holders, read_scheme, tolerance_now
 logger = logging.getLogger(__name__)
 
 _PERIOD_SECS = 1.0
-_NODES_PER_SEC = 64  # The board of a larger job is merged less often
+_NODES_PER_SEC = 64  # With more nodes than this, the period is longer in proportion
 _OFFLINE_PERIODS = 6  # Periods of silence after which a node is OFFLINE
-_SHOWN_SECS = 600.0  # How long a replaced node stays on the board
+_SHOWN_SECS = 600.0  # Time for which a replaced node stays on the board
 _MAX_REPLACED = 16  # Most replaced nodes on the board
 _CLOSE_SECS = 3.0
 _STORE_ERRORS = (StoreError, ReftError, OSError, RuntimeError, ValueError)
 
 
 class JobStatus:
-    """A launcher's part in the job's status.
-
-    It reports its own node, and merges all reports while it is the aggregator.
+    """Reports a launcher's node, and merges all nodes' reports while its node is the aggregator.
 
     Args:
         connect: opens a connection to the rendezvous store for this object alone.
         own_report: the first report of this node.
-        path: the job's memory on this node.
+        path: the job's memory directory on this node.
         job_id: name of the job's memory.
         has_daemon: whether the node has a daemon.
 
@@ -85,7 +84,7 @@ class JobStatus:
         self._activities: Callable[[], Sequence[TrainerActivity]] = lambda: ()
         self._own_report, self._node = own_report, own_report.node
         self._path = path
-        # Report numbers have to exceed those of an earlier launcher of the same node.
+        # Start above the report numbers of an earlier launcher of this node.
         self._number = time.time_ns()
         self._polled_at = time.monotonic()
         self._speeds: SpeedWatch | None = None  # Created once there are steps
@@ -94,7 +93,7 @@ class JobStatus:
         self._goodput = GoodputCounters(path, known.counts if known is not None else None)
         self._warned_memories: set[str] = set()
         self._warned_round = 0
-        self._reason = ""  # Why the launcher ended
+        self._reason = ""  # Why the launcher ends, for the last report
         self._wake = threading.Event()
         self._ending = threading.Event()
         self._closed = False
@@ -106,13 +105,13 @@ class JobStatus:
         nodes: Callable[[], Sequence[str]],
         activities: Callable[[], Sequence[TrainerActivity]],
     ) -> None:
-        """Start the thread; does not wait for the store.
+        """Start the thread, without waiting for the store.
 
         Args:
             is_spare: returns whether this node is a spare.
-            nodes: returns the present nodes, in the same order on all of them; the first one is the
-                aggregator.
-            activities: returns the activities of this node's trainers.
+            nodes: returns the ids of the present nodes, in the same order on every node; the first
+                one is the aggregator.
+            activities: returns what each trainer of this node is doing.
         """
         self._is_spare, self._nodes, self._activities = is_spare, nodes, activities
         self._thread.start()
@@ -121,9 +120,10 @@ class JobStatus:
         """Report the launcher's new state.
 
         Args:
-            doing: the state, as users read it.
-            round: the round whose trainers the launcher has started; None if it started none.
-            failed: why its trainers failed; empty if they did not.
+            doing: the state, as a text for users.
+            round: number of the round whose trainers the launcher has just started; None if it has
+                started none now.
+            failed: why the node's trainers failed; empty if they did not.
         """
         update: dict[str, Any] = {"doing": doing, "why": failed}
         if doing != self._own_report.doing:
@@ -134,7 +134,7 @@ class JobStatus:
         self._wake.set()
 
     def warn(self, *warnings: str) -> None:
-        """Replace the launcher's warnings."""
+        """Replace the launcher's own warnings in the report; no arguments: clear them."""
         if warnings != self._own_report.warnings:
             self._own_report = self._own_report.model_copy(update={"warnings": warnings})
             self._wake.set()
@@ -145,20 +145,23 @@ class JobStatus:
 
     @property
     def holders(self) -> dict[Coordinate, tuple[str, str]]:
-        """Node and failure domain that hold the newest version of each rank."""
+        """For each rank, the node that holds its newest version, with the node's failure domain."""
         _, holders = find_holders(self.board.nodes)
         return {at: (node.node, node.domain) for at, node in holders.items()}
 
     @property
     def scheme(self) -> str:
-        """The protection of the newest version; empty if unknown."""
+        """Protection scheme of the newest version; empty if unknown."""
         return read_scheme(self.board.nodes)
 
     def tolerance_left(self, incarnation: int) -> int | None:
-        """How many further node losses the job survives.
+        """Return how many further node losses the job survives, as ``tolerance_now`` computes it.
 
-        None until every rank has a version of this incarnation. See
-        :func:`reft.node.tolerance.tolerance_now`.
+        Args:
+            incarnation: number of this start of the job.
+
+        Returns:
+            None until every rank has a version of this start.
         """
         nodes = self.board.nodes
         _, holders = find_holders(nodes)
@@ -166,7 +169,7 @@ class JobStatus:
         return tolerance_now(nodes) if newest and min(newest) >= incarnation else None
 
     def close(self, why: str) -> None:
-        """Send the last report with the reason of the end, and stop the thread."""
+        """Send the last report, with ``why`` the launcher ends, and stop the thread."""
         self._reason = why or "ended"
         self._ending.set()
         self._wake.set()
@@ -202,7 +205,7 @@ class JobStatus:
         report = self._observe()
         if ending:
             report = report.model_copy(update={"left": True, "why": self._reason})
-            # Before the exchange, because the store may not answer.
+            # Write the copy before the exchange, too, because the store may not answer.
             self._write_copy(report)
         try:
             self._exchange(report)
@@ -230,7 +233,7 @@ class JobStatus:
         if report.round != self._warned_round:
             self._warned_round = report.round
             self._warned_memories.clear()
-        for forecast in report.runs_out:  # Each memory is logged once per start of the trainers
+        for forecast in report.runs_out:  # Log each memory once per round
             if forecast.name not in self._warned_memories:
                 self._warned_memories.add(forecast.name)
                 logger.warning("%s", forecast)
@@ -243,9 +246,10 @@ class JobStatus:
         store.set(f"node/{self._node}", report.pack())
         packed, now = store.peek("board"), time.monotonic()
         board = ReportBoard(job_id=self.board.job_id)
-        with suppress(ValueError):  # The board of another release is replaced by a new one
+        with suppress(ValueError):  # Ignore a board of another release; a new one replaces it
             board = board if packed is None else ReportBoard.unpack(packed)
-        # A longer gap means that this launcher was suspended; the other nodes were not silent.
+        # Count two periods at most: after a longer gap this launcher was suspended, and the other
+        # nodes were not silent.
         period = self._period_secs()
         elapsed, self._polled_at = min(now - self._polled_at, 2 * period), now
         self.board = mark_aggregator_silence(
@@ -312,7 +316,7 @@ class JobStatus:
             store.delete(f"node/{name}")
 
     def _write_copy(self, report: NodeReport) -> None:
-        """Write the board into this node's memory, with this node's own newest report."""
+        """Write the board, with this node's newest report, into the job's memory directory."""
         if not self._path.is_dir() or self._closed:
             return
         own_report = report.model_copy(update={"ranks": ()})
@@ -337,15 +341,15 @@ def _read_report(store: RendezvousStore, node: str) -> NodeReport | None:
 def forget_replaced(nodes: Sequence[NodeReport], now: float) -> tuple[list[NodeReport], set[str]]:
     """Choose the nodes that stay on the board. Pure.
 
-    A node that is OFFLINE and holds no shard that is needed was replaced: only the newest of these
-    stay, and only for a while (P9).
+    A node that is OFFLINE counts as replaced if it holds no rank's newest version. Of these nodes,
+    only the 16 that were lost last stay, for ten minutes at most (P9).
 
     Args:
         nodes: reports of all nodes.
         now: Unix seconds.
 
     Returns:
-        The nodes that stay, and the names of the others.
+        The reports that stay, and the ids of the other nodes.
     """
     holders = {node.node for node in find_holders(nodes)[1].values()}
     replaced = [

@@ -1,11 +1,11 @@
-"""Forecasts when a memory is full: of the host, a control group, a file system or a device.
+"""Forecasts when a memory will be full: of the host, a control group, a file system or a device.
 
-Usage is sampled while the trainers live. The newest samples are kept in full, older ones at
-decreasing resolution. A stretch of samples up to now is cut into eight parts. Growth is reported if
-the mean usage rises from each part to the next by at least a quarter of the mean rise, to more than
-was ever in use before. Thus neither a jump nor usage that goes up and down is reported. Growth that
-slows down is extrapolated with its slowdown. No forecast looks further ahead than six times the
-stretch.
+Usage is sampled while trainers live. The newest samples are kept in full, older ones at decreasing
+resolution. To detect growth, a series of samples up to now is cut into eight parts of equal length.
+Growth is reported if the mean usage rises from each part to the next by at least a quarter of the
+mean rise, and the usage is now higher than ever before. Thus neither a single jump nor usage that
+goes up and down is reported. Growth that slows down is extrapolated with its slowdown. A forecast
+looks ahead no further than six times the duration of the series.
 """
 
 from __future__ import annotations
@@ -33,37 +33,37 @@ _MAX_CHILDREN = 32  # Most children of a trainer that are sampled
 _MAX_SAMPLES = 128
 _PARTS = 8
 _MIN_SAMPLES = 2 * _PARTS
-_MIN_SECS, _MIN_STEPS = 10.0, 5  # Shortest stretch
-_MIN_SHARE = 0.01  # Share of the limit: less growth, or less freed memory, is ignored
-_MIN_RISE_SHARE = 0.25  # Share of the mean rise
-_AHEAD = 6.0  # Longest forecast, as a multiple of the stretch
+_MIN_SECS, _MIN_STEPS = 10.0, 5  # Shortest series in which growth is looked for
+_MIN_SHARE = 0.01  # Share of the memory's size; growth or freed memory below it is ignored
+_MIN_RISE_SHARE = 0.25  # Smallest rise between two parts, as a share of the mean rise
+_AHEAD = 6.0  # Longest forecast, as a multiple of the series' duration
 _MAX_AHEAD_SECS = 86400.0
-_REPORTED_SECS = 60.0  # How long growth stays reported after it was last detected
+_REPORTED_SECS = 60.0  # Time for which growth stays reported after it was last detected
 
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """One memory that limits the trainers."""
+    """The use of one memory whose size limits the trainers."""
 
     name: str  # "the host", "control group /job", "the device of rank 3"
-    used_bytes: int  # On a device: bytes in tensors
+    used_bytes: int  # Bytes in use; on a device, bytes in tensors
     peak_bytes: int  # Largest use since the trainers started
-    limit_bytes: int
-    device: bool = False
+    limit_bytes: int  # Size of the memory
+    device: bool = False  # Whether this is the memory of a device
 
 
 @dataclass(frozen=True)
 class MemoryForecast:
-    """A memory that is running out."""
+    """A forecast for a memory that is running out."""
 
-    name: str
-    who: str  # Largest part of the growth and its share; empty if nothing of the job grows
+    name: str  # Name of the memory, as in MemoryUse
+    who: str  # Text with the process that grows most, and its share; empty if none is known
     used_bytes: int
     limit_bytes: int
-    bytes_per_sec: float
-    in_secs: float  # Time until it is full
-    step: int | None  # Step at which it is full; None if the job's speed is unknown
-    since_step: int  # Step since which it has grown
+    bytes_per_sec: float  # Rate of the growth
+    in_secs: float  # Time until the memory is full
+    step: int | None  # Step at which the memory is full; None if the job's speed is unknown
+    since_step: int  # Step since which usage has grown
 
     def __str__(self) -> str:
         near = "" if self.step is None else f", near step {self.step}"
@@ -83,11 +83,12 @@ class MemorySample:
     secs: float  # Monotonic time
     step: int
     used_bytes: int
-    parts: Mapping[str, int] = field(default_factory=dict)  # Bytes of each known user, by name
+    # Bytes used by each known process, and by the job's files on tmpfs, by name
+    parts: Mapping[str, int] = field(default_factory=dict)
 
 
 class _Growth(NamedTuple):
-    first: MemorySample  # First sample of the period in which memory grew
+    first: MemorySample  # First sample of the period of growth
     last: MemorySample  # Last sample of that period
     bytes_per_sec: float
 
@@ -99,7 +100,7 @@ class MemoryTrend:
         self.peak_bytes = 0
         self._recent: deque[MemorySample] = deque(maxlen=_MAX_SAMPLES // 2)
         self._coarse: list[MemorySample] = []
-        self._stride = 1  # Samples per coarse sample
+        self._stride = 1  # Number of samples that one coarse sample stands for
         self._count = 0
         self._growth: _Growth | None = None
 
@@ -119,7 +120,10 @@ class MemoryTrend:
                 self._growth = None
 
     def _add_coarse(self, sample: MemorySample) -> None:
-        """Keep the largest sample of each stride; double the stride when there are too many."""
+        """Add a sample to the coarse series, which keeps the largest one of each stride.
+
+        When the series is too long, the stride is doubled.
+        """
         if self._count % self._stride:
             self._coarse[-1] = max(self._coarse[-1], sample, key=_used_bytes)
         else:
@@ -134,15 +138,15 @@ class MemoryTrend:
     def forecast(
         self, name: str, limit_bytes: int, *, steps_per_sec: float | None
     ) -> MemoryForecast | None:
-        """Forecast when the memory is full.
+        """Forecast when the memory will be full.
 
         Args:
             name: name of the memory.
-            limit_bytes: size at which it is full.
+            limit_bytes: size of the memory.
             steps_per_sec: speed of the job; None if unknown.
 
         Returns:
-            None if it is not running out.
+            None if the memory is not running out.
         """
         if self._growth is None:
             return None
@@ -174,15 +178,17 @@ def _used_bytes(sample: MemorySample) -> int:
 def _find_growth(
     samples: Sequence[MemorySample], earlier: Sequence[MemorySample], limit_bytes: int
 ) -> _Growth | None:
-    """Find the longest stretch up to the last sample that grows and will fill the memory soon.
+    """Find the longest series up to the last sample that grows and will fill the memory soon.
 
     Args:
-        samples: the stretches are all of them, their last half, their last quarter, and so on.
-        earlier: samples that the growth has to exceed.
-        limit_bytes: size at which the memory is full.
+        samples: recent samples, oldest first. Tried are the whole series, its last half, its last
+            quarter, and so on.
+        earlier: samples of a longer time. A series counts as growth only if its last sample is
+            larger than all of these that come before the series.
+        limit_bytes: size of the memory.
 
     Returns:
-        None if no stretch grows, or the memory will be full only beyond the forecast's horizon.
+        None if no series grows, or the memory will be full only later than a forecast may look.
     """
     size = len(samples)
     while size >= _MIN_SAMPLES:
@@ -202,7 +208,7 @@ def _find_growth(
             continue
         if mean_rise * len(rises) < _MIN_SHARE * limit_bytes:
             continue
-        # If the later half grows faster, it determines the rate: the memory is full sooner.
+        # If the later half grows faster, take its rate: the memory will be full sooner.
         later_rise = fmean(rises[len(rises) // 2 :])
         bytes_per_sec = max(mean_rise, later_rise) * _PARTS / span_secs
         ahead_secs = min(_AHEAD * span_secs, _MAX_AHEAD_SECS)
@@ -213,10 +219,10 @@ def _find_growth(
 
 
 def _final_level(samples: Sequence[MemorySample]) -> float:
-    """Bytes at which the growth levels off; infinite if it does not slow down.
+    """Return the bytes at which the growth levels off; infinite if it does not slow down.
 
-    The slowdown between the first, second and last third of the samples is continued as a geometric
-    series. A slowdown that noise may hide counts as one.
+    The decrease of the growth rate between the first, middle and last third of the samples is
+    continued as a geometric series. If noise may hide a slowdown, a slowdown is assumed.
     """
     thirds = list(_split(samples, 3))
     early, middle, late = (fmean(map(_used_bytes, third)) for third in thirds)
@@ -224,14 +230,14 @@ def _final_level(samples: Sequence[MemorySample]) -> float:
     before, now = (middle - early) / (half - began), (late - middle) / (ended - half)
     if before <= 0:
         return inf
-    # On a straight line, the distance of a sample from the middle of its neighbours has one and a
-    # half times the variance of the noise.
+    # Estimate the noise: if usage grows linearly, the difference between a sample and the mean of
+    # its two neighbours has 1.5 times the variance of the noise.
     triples = zip(samples, samples[1:], samples[2:], strict=False)
     variance = (
         fmean((b.used_bytes - (a.used_bytes + c.used_bytes) / 2) ** 2 for a, b, c in triples) / 1.5
     )
     third_secs = (ended - began) / 2
-    # Two standard deviations on each side.
+    # Error of the ratio of the two rates, as two standard deviations of each rate.
     noise = 4 * sqrt(3 * variance / len(samples)) / (before * third_secs)
     ratio = now / before - noise
     return inf if ratio >= 1 else late + now * third_secs * max(0.0, ratio / (1 - ratio))
@@ -246,13 +252,13 @@ def _split(samples: Sequence[MemorySample], parts: int) -> Iterator[Sequence[Mem
 
 
 class MemoryWatch:
-    """Samples the memories of a node's trainers. Used by one thread.
+    """Samples the memories that a node's trainers use. Used by one thread.
 
     The values come from the kernel's files and from the trainers' progress pages.
 
     Attributes:
-        uses: use of every kind of memory whose limit applies to the trainers.
-        runs_out: forecasts of the memories that are running out, the soonest first.
+        uses: use of every memory whose size limits the trainers.
+        runs_out: forecasts for the memories that are running out, the soonest first.
     """
 
     def __init__(self, path: Path) -> None:
@@ -277,10 +283,10 @@ class MemoryWatch:
         living = [p for p in pages if p.state not in ("", "Z") and p.phase is not Phase.ENDED]
         pids = tuple(page.pid for page in living)
         if pids != self._pids:
-            # The use by earlier trainers says nothing about the new ones.
+            # Forget the samples: the new trainers may use memory differently.
             self._pids, self.uses, self.runs_out = pids, (), ()
             self._trends.clear()
-        # Growth until the end of the first step is normal.
+        # Memory grows normally until the first step has ended: take no samples before.
         if not living or any(p.phase in (Phase.LOADING, Phase.FIRST_STEP) for p in living):
             return
         step = max(page.step for page in living)
@@ -288,7 +294,7 @@ class MemoryWatch:
         uses, forecasts = [], []
         for use in self._measure(living):
             trend = self._trends.setdefault(use.name, MemoryTrend())
-            # On a device the peak counts, since tensors that live within one step show only there.
+            # On a device take the peak: it includes tensors that live only within a step.
             used_bytes = use.peak_bytes if use.device else use.used_bytes
             sample = MemorySample(now, step, used_bytes, {} if use.device else parts)
             trend.add(sample, use.limit_bytes)
@@ -313,9 +319,9 @@ class MemoryWatch:
                 )
 
     def _parts(self, pages: Iterable[TrainerView]) -> Iterator[tuple[str, int]]:
-        """Bytes of the host's memory by user.
+        """Yield name and bytes of each user of the host's memory: processes and the job's files.
 
-        Pages of tmpfs count as the job's memory, not as memory of the processes that map them.
+        Pages of tmpfs count for the job's files, not for the processes that map them.
         """
         for page in pages:
             yield f"rank {page.rank} (pid {page.pid})", private_bytes(page.pid)
@@ -339,7 +345,7 @@ class MemoryWatch:
 
 
 def private_bytes(pid: int) -> int:
-    """Bytes of a process's memory without files behind it; 0 if the process is gone."""
+    """Return the bytes of a process's memory that belong to no file; 0 if the process is gone."""
     with suppress(OSError, ValueError, IndexError):
         _, resident, shared, *_ = map(int, Path(f"/proc/{pid}/statm").read_text().split())
         return max(0, resident - shared) * _PAGE_BYTES
@@ -347,6 +353,6 @@ def private_bytes(pid: int) -> int:
 
 
 def fullest(uses: Iterable[MemoryUse]) -> MemoryUse | None:
-    """The host's memory with the largest share in use; None if none is known."""
+    """Return that memory of the host of which the largest share is in use; None without any."""
     known = [use for use in uses if not use.device and use.limit_bytes > 0]
     return max(known, key=lambda use: use.peak_bytes / use.limit_bytes, default=None)

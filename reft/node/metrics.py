@@ -1,7 +1,8 @@
-"""Metrics for Prometheus and the status page, served by a node's daemon.
+"""Serves metrics for Prometheus, and the status page, from a node's daemon.
 
 Names and meanings of the metrics are stable; docs/monitoring.md lists them. If the port is in use
-or the package is missing, this is logged and there are no metrics; nothing else fails (P6).
+or the package prometheus-client is missing, a warning is logged and only the metrics are missing
+(P6).
 """
 
 from __future__ import annotations
@@ -86,13 +87,13 @@ METRICS = {
 }
 """Meaning of each metric. Names that end in ``_total`` are counters, the others gauges."""
 
-Value = tuple[str, Mapping[str, str], float]  # Name, labels besides job and node, value
+Value = tuple[str, Mapping[str, str], float]  # Name, labels in addition to job and node, value
 
 
 def values(
     board: ReportBoard | None, node: str, status: Mapping[str, Any], now: float
 ) -> Iterator[Value]:
-    """The current metrics.
+    """Yield the current metrics.
 
     Args:
         board: reports of all nodes; None if no launcher writes them.
@@ -177,17 +178,17 @@ def _describe_node(status: Mapping[str, Any]) -> Iterator[Value]:
 
 
 class MetricsServer:
-    """Serves the metrics of one node if the block has a port.
+    """Serves the metrics of one node if ``metrics.port`` is set in the ``reft`` block.
 
     The status page is at ``/``, the output of ``reft status --json`` at ``/status.json``, and the
     metrics at every other path.
 
     Args:
-        job_dir: the job's memory on this node.
+        job_dir: the job's memory directory on this node.
         status: returns the daemon's status.
 
     Attributes:
-        problem: why nothing is served although the block has a port; None if there is no problem.
+        problem: why nothing is served although a port is set; None if there is no problem.
     """
 
     def __init__(self, job_dir: JobDir, status: Callable[[], Mapping[str, Any]]) -> None:
@@ -202,12 +203,12 @@ class MetricsServer:
 
     @property
     def url(self) -> str | None:
-        """Address of the page; None while nothing is served."""
+        """Address of the status page; None while nothing is served."""
         host = f"[{self._config.host}]" if ":" in self._config.host else self._config.host
         return None if self._server is None else f"http://{host}:{self._server.server_port}/"
 
     def configure(self, config: MetricsConfig) -> None:
-        """Start serving in a thread if there is a port. A second port has no effect."""
+        """Start serving in a thread if a port is set. Later calls with a port have no effect."""
         if config.port and not self._config.port and not self._ended.is_set():
             self._config = config
             threading.Thread(target=self._serve, name="metrics", daemon=True).start()
@@ -263,7 +264,7 @@ class MetricsServer:
 
                 registry = CollectorRegistry()
                 registry.register(self)
-                # P11: a thread per request, so that a silent client does not block the others.
+                # P11: this server has a thread per request, so a silent client blocks no other.
                 server, _ = start_http_server(self._config.port, self._config.host, registry)
                 metrics = server.get_app()
                 assert metrics is not None

@@ -1,4 +1,4 @@
-"""Reports of one rank: to DeepSpeed's monitor, and the memory of its device."""
+"""Reports of one rank: events for DeepSpeed's monitor, and device memory for the progress page."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from reft.node.progress import DeviceUse, ProgressPage
 logger = logging.getLogger(__name__)
 
 _STEPS = 10
-"""Steps between two monitor writes if ``steps_per_print`` is unset; each write opens files or sends
-requests to servers."""
+"""Steps between two writes to the monitor if ``steps_per_print`` is unset. Not every step is
+written, because each write opens files or sends requests to servers."""
 
 
 class NewestSample(Protocol):
@@ -27,7 +27,7 @@ class NewestSample(Protocol):
 
 
 class VersionStats(Protocol):
-    """The counters of a rank's versions that the monitor shows."""
+    """Statistics on a rank's versions that the monitor shows."""
 
     @property
     def copy_secs(self) -> NewestSample: ...
@@ -37,12 +37,12 @@ class VersionStats(Protocol):
 
 
 class MonitorWriter:
-    """Writes to the monitor of a DeepSpeed engine, if that is enabled.
+    """Writes events to the monitor of a DeepSpeed engine, if the monitor is enabled.
 
     Args:
-        engine: DeepSpeed's engine; None on ranks other than 0, and for other programs.
-        job_dir: directory with the history of the job.
-        stats: counters of this rank's versions.
+        engine: DeepSpeed's engine; None on ranks other than 0, and for programs without DeepSpeed.
+        job_dir: the job's memory directory on this node, which holds the job's history.
+        stats: statistics on this rank's versions.
         tolerance: returns the number of node losses that every sharding group survives.
     """
 
@@ -60,13 +60,15 @@ class MonitorWriter:
         """Restarts that followed a failure, before this start of the trainers."""
 
     def starts_at(self, step: int) -> None:
-        """Set the loaded step, which must not be written as a new one."""
+        """Set the step of the restored state, so that it is not written as a new step."""
         self._newest = step
 
     def after_step(self, step: int) -> None:
-        """Write the values of ``step`` if its turn has come. Never raises (P6).
+        """Write the events of a new step if it is one to write. Never raises (P6).
 
-        Called after every micro-batch. Until the last one of a step, ``step`` is the previous step.
+        Args:
+            step: last completed step. This method is called after every micro-batch, so the same
+                step is passed until the last micro-batch of the next one.
         """
         if self._engine is None or step == self._newest:
             return
@@ -98,7 +100,7 @@ class MonitorWriter:
 
 
 class DeviceMemory:
-    """Writes the memory use of one rank's device onto its progress page."""
+    """Writes the memory use of one rank's device into the rank's progress page."""
 
     def __init__(
         self, page: ProgressPage, device: torch.device, *, every_secs: float = 1.0
@@ -111,7 +113,7 @@ class DeviceMemory:
         self._next = 0.0
 
     def after_step(self) -> None:
-        """Write the page if ``every_secs`` have passed. Never raises (P6)."""
+        """Write the memory use if ``every_secs`` have passed since the last write. Never raises."""
         now = time.monotonic()
         if self._vendor is None or now < self._next:
             return

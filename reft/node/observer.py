@@ -1,7 +1,7 @@
 """Observes one node from its files, and makes the report that its launcher sends.
 
-No other process is asked, so none can fail to answer: trainers, daemon and launcher write their
-progress pages, arena headers and small files as they run.
+It sends no requests, so no process can fail to answer: trainers, daemon and launcher write progress
+pages, arena headers and small files as they run, and the observer reads these.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _RATE_STEPS = 64  # Steps over which the speed is measured
 _MAX_STEPS = 32  # Last steps of each rank in a report
 _MAX_MEMORIES = 24
 _MAX_RUNNING_OUT = 3
-# A busy machine skips a version from time to time. After this many steps without one, a node is
-# unhealthy.
+# Steps without a new version after which a node is unhealthy. Fewer are normal: a busy machine
+# skips a version from time to time.
 _STALE_STEPS = 10
 _NANOS_PER_SEC = 10**9
 
@@ -39,14 +39,14 @@ _Label = tuple[int, int]  # Incarnation and step
 
 
 class StepRate:
-    """Steps per second over the last steps, including the time between them."""
+    """Computes steps per second over the last 64 steps, including the time between steps."""
 
     def __init__(self) -> None:
         self._steps: deque[tuple[int, int]] = deque(maxlen=_RATE_STEPS)  # Step, nanoseconds
         self._pid = 0
 
     def poll(self, page: TrainerView) -> float | None:
-        """Add a trainer's page. Returns steps per second; None before there are two steps."""
+        """Take the step from a trainer's page; return steps per second, None before two steps."""
         restarted = page.pid != self._pid or (self._steps and page.step < self._steps[-1][0])
         if restarted:
             self._pid = page.pid
@@ -76,11 +76,11 @@ class NodeObserver:
         self._complete_label: _Label = (0, 0)
 
     def poll(self, own_report: NodeReport) -> NodeReport:
-        """Complete the node's report.
+        """Read the node's files, and return the node's whole report.
 
         Args:
-            own_report: the launcher's part of the report: its state, the round of its trainers and
-                their start time, and why they failed.
+            own_report: the launcher's part of the report: its state, the round of its trainers,
+                the time at which they started, and why they failed.
         """
         pages = read_pages(self._path)
         headers: list[ArenaHeader] = []
@@ -91,7 +91,7 @@ class NodeObserver:
         stale = find_stale(read_trainer_reports(self._path).values())
         record = read_record(self._path)
         restarts = restarts_among(read_history(self._path))
-        # Trainers remove their pages when they end; the last observed step is kept.
+        # Keep the last observed step: trainers remove their pages when they end.
         self._step = step = max((page.step for page in pages), default=self._step)
         self._note_versions(headers)
         steps_per_sec = self._rate.poll(pages[0]) if pages else None
@@ -127,13 +127,14 @@ class NodeObserver:
         return NodeReport(**{**dict(own_report), **observed})
 
     def _note_versions(self, headers: list[ArenaHeader]) -> None:
-        """Record when the newest version began, and when the newest version of all ranks was
-        complete.
+        """Record when the newest version was begun, and when a version was last completed.
+
+        A version is complete once all ranks that keep an arena on this node have completed it.
         """
         begun = max(map(_label, headers), default=(0, 0))
         complete = _newest_complete(headers)
         if begun > self._begun_label:
-            # At the first poll, an incomplete version may have begun long ago.
+            # Not at the first poll: an incomplete version may have been begun long ago.
             if self._signal is not None:
                 self._times[HealthSignal.SNAP] = time.time()
             self._begun_label = begun
@@ -141,7 +142,7 @@ class NodeObserver:
             self._complete_label = complete
             sealed = max(h.sealed_unix_secs for h in headers if _label(h) == complete)
             self._times[HealthSignal.COMPLETED] = sealed
-            if begun == complete:  # It began and ended between two polls
+            if begun == complete:  # The version was begun and completed between two polls
                 began = self._times.get(HealthSignal.SNAP, sealed)
                 self._times[HealthSignal.SNAP] = min(began, sealed)
 
@@ -150,7 +151,7 @@ class NodeObserver:
             if self._signal is not HealthSignal.UNHEALTHY:
                 self._times[HealthSignal.UNHEALTHY] = time.time()
             return HealthSignal.UNHEALTHY
-        # Versions from before this start of the trainers are ignored.
+        # Ignore versions from before this start of the trainers.
         version_times = [
             self._times.get(s, 0.0) for s in (HealthSignal.SNAP, HealthSignal.COMPLETED)
         ]
@@ -193,7 +194,7 @@ def _label(header: ArenaHeader) -> _Label:
 
 
 def _newest_complete(headers: Iterable[ArenaHeader]) -> _Label:
-    """The newest version of which every rank with memory here has a complete shard."""
+    """Find the newest version for which all ranks that keep an arena on this node are complete."""
     newest: dict[Coordinate, _Label] = {}
     for header in headers:
         if header.state.whole:
@@ -203,7 +204,10 @@ def _newest_complete(headers: Iterable[ArenaHeader]) -> _Label:
 
 
 def _newest_shards(headers: Iterable[ArenaHeader]) -> tuple[Shard, ...]:
-    """For each rank with memory here: the newest committed version, or else the newest complete."""
+    """Choose a shard for each rank that keeps arenas on this node.
+
+    It is the newest committed one; if none is committed, the newest complete one.
+    """
 
     def worth(header: ArenaHeader) -> tuple[bool, VersionId]:
         return header.state is ArenaState.COMMITTED, header.label
@@ -227,9 +231,9 @@ def _newest_shards(headers: Iterable[ArenaHeader]) -> tuple[Shard, ...]:
 
 
 def _bounded(row: RoundReport) -> RoundReport:
-    """Limit the texts and lists of a row, and drop the names of all nodes (P9).
+    """Shorten the texts and lists of a round, and leave out the names of its nodes (P9).
 
-    Otherwise every node would repeat those names.
+    All nodes send this round in their reports, and each would repeat the names of all nodes.
     """
     failures = [shorten(text) for text in row.failures[:MAX_WARNINGS]]
     lost = [shorten(text) for text in row.lost[:MAX_WARNINGS]]

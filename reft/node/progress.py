@@ -1,9 +1,10 @@
-"""The progress page of a trainer: shared memory that its node's daemon and launcher read.
+"""The progress page of a trainer: shared memory in which the node's daemon and launcher read.
 
-Each trainer has one page, a file in the job's memory. It writes numbers of eight bytes, which no
-reader sees half written; this takes a few memory accesses for each instruction and no system call.
+Each trainer has one page, a file in the job's memory directory that the trainer has mapped. The
+trainer writes into the page which instruction of its step it executes. These are numbers of eight
+bytes, which no reader sees half written; a write takes a few memory accesses and no system call.
 The page also has a ring with the times of the last steps, and a report on the trainer's versions.
-Readers copy the page and need no help from the trainer.
+Readers copy the page without any action of the trainer.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ _REPORT_BYTES = 16 * 1024
 
 
 class Phase(IntEnum):
-    LOADING = 1  # It has an engine and has not begun its first step
+    LOADING = 1  # The trainer has an engine and has not begun its first step
     FIRST_STEP = 2
     STEP = 3
     BETWEEN = 4  # The script's code between two steps
@@ -68,7 +69,7 @@ class Phase(IntEnum):
     ENDED = 8
 
 
-# Phases whose longest time is on the page. The longest step is found in the ring.
+# Phases whose longest duration is kept on the page. The longest step is found in the ring.
 _MEASURED = (Phase.EVALUATION, Phase.SAVING, Phase.BETWEEN)
 
 
@@ -76,31 +77,31 @@ _MEASURED = (Phase.EVALUATION, Phase.SAVING, Phase.BETWEEN)
 class DeviceUse:
     """A trainer's device memory in bytes, as counted by its allocator."""
 
-    total: int  # Memory of the device, without the use by other processes
-    allocated: int  # Bytes in tensors
-    peak_allocated: int
+    total: int  # Size of the device's memory minus what other processes use
+    allocated: int  # Bytes in tensors now
+    peak_allocated: int  # Most bytes in tensors so far
 
 
 @dataclass(frozen=True)
 class TrainerView:
-    """A copy of a trainer's page."""
+    """A copy of the values on a trainer's page."""
 
     local_rank: int
     rank: int
     pid: int
     phase: Phase
-    step: int  # Last step that it completed
-    position: int  # Number of the instruction in this step
-    instruction: str  # Empty if unknown
-    nanos: int  # Time of its last write, by the host's monotonic clock
-    hang_factor: float  # From the block; 0: the trainer is not watched
-    hang_timeout_secs: float  # From the block
-    step_secs: float  # Longest of its last 64 steps without the first one; 0: none yet
-    phase_secs: float  # Longest time in this phase; 0: none yet
-    stack_signal: int  # Signal on which it writes its stacks; 0: none
+    step: int  # Last step that the trainer completed
+    position: int  # Number of the current instruction within the step
+    instruction: str  # Name of the current instruction; empty if unknown
+    nanos: int  # Time of the trainer's last write, by the host's monotonic clock
+    hang_factor: float  # `hang_factor` of the reft block; 0: the trainer is not watched
+    hang_timeout_secs: float  # `hang_timeout_secs` of the reft block
+    step_secs: float  # Longest of the last 64 steps without the first one; 0: none yet
+    phase_secs: float  # Longest time in the current phase so far; 0: none yet
+    stack_signal: int  # Signal on which the trainer writes its stacks; 0: none
     state: str  # State of the process, a letter as in /proc/PID/stat; empty if it is gone
-    samples_per_step: int = 0  # Samples of the whole job; 0 if unknown
-    device: DeviceUse | None = None  # None if it has no device
+    samples_per_step: int = 0  # Samples in a step of the whole job; 0 if unknown
+    device: DeviceUse | None = None  # None if the trainer has no device
     flops_per_token: int = 0  # Operations of the whole model; 0 if unknown, negative with experts
     tokens_per_sample: int = 0  # 0 if unknown
 
@@ -109,16 +110,16 @@ _NUMBERS = (
     *("rank", "pid", "step", "position", "nanos", "stack_signal"),
     *("samples_per_step", "flops_per_token", "tokens_per_sample"),
 )
-"""Fields of :class:`TrainerView` that the page holds unchanged."""
+"""Fields of :class:`TrainerView` that are copied from the page as they are."""
 
 
 @dataclass(frozen=True)
 class RankSteps:
-    """The last steps of one rank."""
+    """Times of the last steps of one rank."""
 
     rank: int
     pid: int
-    at: tuple[int, int, int]  # Pipeline stage, replica, tensor slice
+    at: tuple[int, int, int]  # Pipeline stage, replica and tensor slice of the rank
     steps: tuple[StepTimes, ...]  # In the order of step numbers
 
 
@@ -141,17 +142,18 @@ class _Page(Structure):
 
 
 class ProgressPage:
-    """A trainer's page, for writing by its training thread; another thread may write the report.
+    """The writing side of a trainer's page.
 
-    If its file cannot be made, a warning is logged and the trainer is not watched (P6).
+    The training thread writes everything except the report, which another thread may write. If the
+    file cannot be created, a warning is logged and the trainer is not watched (P6).
 
     Args:
-        job_dir: the job's memory on this node.
+        job_dir: the job's memory directory on this node.
         local_rank: local rank of the trainer.
         rank: global rank of the trainer.
-        hang_factor: factor of the longest step after which the trainer counts as hanging; 0: it is
-            not watched.
-        hang_timeout_secs: the same limit outside of steps.
+        hang_factor: a trainer counts as hanging when a step takes this many times as long as its
+            longest step; 0: the trainer is not watched.
+        hang_timeout_secs: time after which a trainer counts as hanging outside of steps.
     """
 
     def __init__(
@@ -168,10 +170,12 @@ class ProgressPage:
         self._position = 0
         self._began = time.monotonic_ns()
         self._completed_first = False
-        # Duration so far of a step that returned after a micro-batch; None at the start of a step
+        # Duration of the micro-batches so far, if the engine returns after each one; None at the
+        # start of a step
         self._step_nanos: int | None = None
         self._clock = StepClock(page.steps)
-        self._step_phases = [StepPhase.OTHER] * _MAX_NAMES  # By number of the instruction's name
+        # Phase of each instruction, by the number of its name
+        self._step_phases = [StepPhase.OTHER] * _MAX_NAMES
         page.pid, page.rank = os.getpid(), rank
         page.hang_factor, page.hang_timeout_secs = hang_factor, hang_timeout_secs
         page.place = (-1, -1, -1)
@@ -181,7 +185,7 @@ class ProgressPage:
     # -- every instruction -------------------------------------------------------------------------
 
     def instruction(self, number: int) -> None:
-        """Begin an instruction. ``number`` is that of its name, from :meth:`number_of`."""
+        """Record that an instruction begins; :meth:`number_of` gives the number of its name."""
         page = self._page
         self._position = position = self._position + 1
         page.position = position
@@ -189,7 +193,7 @@ class ProgressPage:
         page.nanos = self._clock.enter(self._step_phases[number])
 
     def number_of(self, name: str) -> int:
-        """The number of an instruction's name; 0 if the page has no room for more names."""
+        """Return the number of an instruction's name; 0 if the page has no room for more names."""
         if name not in self._names and len(self._names) + 1 < _MAX_NAMES:
             number = len(self._names) + 1
             self._page.names[number].value = name.encode()[: _NAME_BYTES - 1]
@@ -204,7 +208,7 @@ class ProgressPage:
         return Phase(self._page.phase)
 
     def begin_step(self) -> None:
-        """Begin a step, or its next micro-batch. Does nothing within one."""
+        """Begin a step, or its next micro-batch; does nothing if one has already begun."""
         if self._page.phase in (Phase.STEP, Phase.FIRST_STEP):
             return
         self._enter(Phase.STEP if self._completed_first else Phase.FIRST_STEP)
@@ -212,12 +216,16 @@ class ProgressPage:
             self._position = 0
             self._clock.begin(self._began)
         else:
-            # The time between two micro-batches is not part of the step.
+            # Do not count the time between two micro-batches as part of the step.
             self._clock.phase_began = self._began
             self._began -= self._step_nanos
 
     def end_step(self, step: int) -> None:
-        """End a step, or one of its micro-batches. ``step`` is the last completed step."""
+        """End a step, or one of its micro-batches.
+
+        Args:
+            step: last completed step; unchanged after a micro-batch that is not the last one.
+        """
         page = self._page
         if page.phase in (Phase.STEP, Phase.FIRST_STEP):
             if step == page.step:
@@ -230,12 +238,12 @@ class ProgressPage:
         self._enter(Phase.BETWEEN)
 
     def set_step(self, step: int) -> None:
-        """Set the restored step, after which the job continues."""
+        """Set the step of the restored state, after which the job continues."""
         self._page.step, self._step_nanos = step, None
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
-        """Stay in another phase for the duration of the ``with`` block."""
+        """Show ``phase`` on the page for the duration of the ``with`` block."""
         before, began = self.phase, self._began
         self._enter(phase)
         entered = self._began
@@ -243,7 +251,7 @@ class ProgressPage:
             yield
         finally:
             self._enter(before)
-            # The time of the block is not part of the phase around it.
+            # Do not count the time of the block as part of the phase around it.
             self._began = began + self._began - entered
             self._clock.phase_began += time.monotonic_ns() - entered
 
@@ -260,7 +268,7 @@ class ProgressPage:
         self._page.stack_signal = number
 
     def set_place(self, place: tuple[int, int, int]) -> None:
-        """Set the pipeline stage, replica and tensor slice."""
+        """Set the trainer's pipeline stage, replica and tensor slice."""
         self._page.place = place
 
     def set_samples(self, per_step: int) -> None:
@@ -279,15 +287,15 @@ class ProgressPage:
         self._page.device = astuple(use)
 
     def write_report(self, fields: Mapping[str, Any]) -> None:
-        """Replace the page's report, a JSON object of at most 16 KiB. Called by one thread.
+        """Replace the report on the page, a JSON object. Called by one thread.
 
         Raises:
-            ValueError: the report is larger than that.
+            ValueError: the report takes 16 KiB or more.
         """
         data = json.dumps(fields, default=str).encode()
         if len(data) >= _REPORT_BYTES:
             raise ValueError(f"a report of {len(data)} bytes; at most {_REPORT_BYTES - 1} fit")
-        # Readers take no lock: they detect a torn report by the checksum, which is written last.
+        # Readers take no lock: they detect a half-written report by the checksum, written last.
         self._page.report = data
         self._page.report_crc = zlib.crc32(data)
 
@@ -302,7 +310,7 @@ def _make(path: Path) -> mmap.mmap:
         path.unlink(missing_ok=True)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
-            # Allocates the pages, so that a full tmpfs is an error here and not a SIGBUS later.
+            # Allocate now, so that a full tmpfs gives an error here rather than a SIGBUS later.
             os.posix_fallocate(fd, 0, sizeof(_Page))
             return mmap.mmap(fd, sizeof(_Page))
         finally:
@@ -318,17 +326,17 @@ def _make(path: Path) -> mmap.mmap:
 
 
 def read_pages(job_dir: Path) -> list[TrainerView]:
-    """Read the pages of this node's trainers, by local rank; invalid files are skipped."""
+    """Read the pages of this node's trainers in the order of their files; skip invalid files."""
     return _read_each(job_dir, _view)
 
 
 def read_reports(job_dir: Path) -> dict[int, dict[str, Any]]:
-    """Read the reports of this node's trainers, by local rank; torn reports are skipped."""
+    """Read the reports of this node's trainers, by local rank; skip half-written ones."""
     return dict(_read_each(job_dir, _read_report))
 
 
 def read_times(job_dir: Path) -> list[RankSteps]:
-    """Read the last steps of this node's trainers; trainers without a coordinate are skipped."""
+    """Read the last steps of this node's trainers, except those whose coordinate is not yet set."""
     return _read_each(job_dir, _read_steps)
 
 
@@ -382,7 +390,7 @@ def _local_rank(path: Path) -> int:
 
 
 def process_state(pid: int) -> str:
-    """State of a process, a letter as in ``/proc/PID/stat``; empty if there is no such process.
+    """Return a process's state as in ``/proc/PID/stat``; empty if there is no such process.
 
     R: running, S: sleeping, D: waiting in the kernel, T: stopped, t: traced, Z: zombie.
     """
@@ -394,7 +402,8 @@ def process_state(pid: int) -> str:
 
 # -- the pages of this process -----------------------------------------------------------------
 
-# An otherwise unused signal. Its handler is written in C, so it works while no Python runs.
+# A signal that is otherwise unused. Its handler is C code of faulthandler, which also works while
+# the interpreter is stuck in a C call.
 _STACK_SIGNAL = signal.SIGRTMAX - 2
 _pages: WeakSet[ProgressPage] = WeakSet()
 
@@ -402,12 +411,12 @@ _pages: WeakSet[ProgressPage] = WeakSet()
 def open_page(
     job_dir: Path, local_rank: int, rank: int, hang_factor: float, hang_timeout_secs: float
 ) -> ProgressPage:
-    """Make the page of a session; see :class:`ProgressPage`."""
+    """Make this process's page, and let a signal write stacks to a file; see ProgressPage."""
     page = ProgressPage(job_dir, local_rank, rank, hang_factor, hang_timeout_secs)
     _pages.add(page)
     if signal.getsignal(_STACK_SIGNAL) is signal.SIG_DFL:
         with suppress(OSError, RuntimeError, ValueError):
-            # The file stays open while the process lives.
+            # faulthandler keeps the file open while the process lives.
             file = (job_dir / f"{local_rank}{STACKS_SUFFIX}").open("w")
             faulthandler.register(_STACK_SIGNAL, file=file, all_threads=True)
             page.set_stack_signal(_STACK_SIGNAL)
@@ -415,12 +424,12 @@ def open_page(
 
 
 def newest_step() -> int:
-    """Last step that any session of this process completed; 0 if there is none."""
+    """Return the last step that this process completed; 0 if there is none."""
     return max((int(page._page.step) for page in _pages), default=0)
 
 
 def at_instruction(page: ProgressPage, name: str) -> Callable[..., Any]:
-    """Make a wrapper, for ``wrap``, of an engine's method that is one instruction."""
+    """Make a wrapper for an engine's method that records each call as one instruction."""
     number = page.number_of(name)
 
     def wrapper(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -437,7 +446,7 @@ def pause_watch() -> Iterator[None]:
         with reft.pause_watch():
             evaluate_for_an_hour()
 
-    Without a reft session it does nothing.
+    If reft does not protect this process, the call has no effect.
     """
     with ExitStack() as pauses:
         for page in list(_pages):

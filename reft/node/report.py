@@ -1,7 +1,7 @@
 """The report that each node sends to all others, and the board that holds all reports.
 
-The signals are those of the REFT paper. A node reports one of the first four itself; the others
-conclude OFFLINE from its silence.
+The signals (HEALTHY, SNAP, ...) are those of the REFT paper. A node reports its own signal, except
+OFFLINE, which the other nodes infer when it falls silent.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ WAITING, FAILED = "waiting for nodes", "a trainer has failed"  # Values of NodeR
 ENDED_WELL = "the job ended well"  # Value of NodeReport.why
 MAX_TEXT_CHARS = 200  # Longer texts of a report are cut
 MAX_WARNINGS = 6
-# After this share of the time to OFFLINE, a silent node already counts as lost.
+# A node that is silent for this share of the time after which it is OFFLINE is called quiet.
 _QUIET_SHARE = 1 / 3
 _MAX_BYTES = 64 * 2**20  # Largest unpacked board; enough for 65,536 nodes
 
 
 class HealthSignal(StrEnum):
-    # Trainers run or wait for other nodes; nothing was committed since the last restart
+    # Trainers run or wait for other nodes; no version was begun since their last start
     HEALTHY = "HEALTHY"
     SNAP = "SNAP"  # A version is being copied
     COMPLETED = "COMPLETED"  # All shards of the newest version on this node are complete
@@ -42,7 +42,7 @@ class HealthSignal(StrEnum):
 
 
 class _Message(BaseModel):
-    """A message that is compressed and stored in the rendezvous store."""
+    """A message that nodes exchange through the rendezvous store, compressed."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -51,14 +51,14 @@ class _Message(BaseModel):
 
     @classmethod
     def unpack(cls, data: bytes) -> Self:
-        """The inverse of :meth:`pack`.
+        """Decode a message that :meth:`pack` has encoded.
 
         Raises:
-            ValueError: the bytes are not such a message, or too many.
+            ValueError: the bytes are no such message, or unpack to more than 64 MiB.
         """
         unpacking = zlib.decompressobj()
         try:
-            # The result is bounded, because a few bytes may unpack to gigabytes.
+            # Limit the result: a few compressed bytes may unpack to gigabytes.
             text = unpacking.decompress(data, _MAX_BYTES)
         except zlib.error as error:
             raise ValueError(str(error)) from error
@@ -68,7 +68,7 @@ class _Message(BaseModel):
 
 
 def shorten(value: Any) -> Any:
-    """Cut a text to MAX_TEXT_CHARS; other values are returned unchanged."""
+    """Cut a text to MAX_TEXT_CHARS; return any other value unchanged."""
     return value[:MAX_TEXT_CHARS] if isinstance(value, str) else value
 
 
@@ -78,47 +78,49 @@ _Texts = Annotated[tuple[_Text, ...], BeforeValidator(lambda texts: tuple(texts)
 
 @dataclass(frozen=True)
 class Shard:
-    """A complete version of one rank in a node's memory."""
+    """One rank's part of a version, complete in a node's memory."""
 
     at: tuple[int, int, int]  # Pipeline stage, replica and tensor slice of the rank
-    degrees: tuple[int, int, int]  # Degrees of the job that wrote it, in the same order
-    label: tuple[int, int]  # Incarnation and step
-    scheme: str = ""  # Its protection, such as "arc:2+aec"; empty if unknown
-    sealed_unix_secs: float = 0.0  # When it was complete
-    committed: bool = False  # All ranks have committed it
+    degrees: tuple[int, int, int]  # Parallel degrees of the job then, in the same order
+    label: tuple[int, int]  # Id of the version: number of the job's start, and step
+    scheme: str = ""  # Protection scheme of the version, such as "arc:2+aec"; empty if unknown
+    sealed_unix_secs: float = 0.0  # Time at which the shard became complete
+    committed: bool = False  # Whether all ranks have committed the version
 
 
 class NodeReport(_Message):
     node: str
-    # The failure domain: the node, or the host if the node was not declared
+    # Failure domain: the node if the user gave it an id, otherwise its host
     domain: str
-    number: int = 0  # Counts the reports
-    round: int = 0  # Round of its trainers; 0 before the first
-    spare: bool = False
+    number: int = 0  # Number of the report, higher than that of the node's previous one
+    round: int = 0  # Round of the node's trainers; 0 before the first
+    spare: bool = False  # Whether the node waits until another one is lost
     signal: HealthSignal = HealthSignal.HEALTHY
-    times: dict[HealthSignal, float] = {}  # When it last entered each signal, in Unix seconds
-    doing: _Text = ""  # State of the launcher, as users read it
+    times: dict[HealthSignal, float] = {}  # Time at which each signal last began, in Unix seconds
+    doing: _Text = ""  # State of the launcher, as a text for users
     doing_since_unix_secs: float | None = None
     why: _Text = ""  # What is wrong; empty if nothing is
-    step: int | None = None  # Last step that its trainers completed
-    steps_per_sec: float | None = None  # Over the last steps
-    shards: tuple[Shard, ...] = ()  # Newest complete version of each rank with memory on this node
+    step: int | None = None  # Last step that the node's trainers completed
+    steps_per_sec: float | None = None  # Mean over the last steps
+    # For each rank whose arenas are on this node: its newest committed or else complete version
+    shards: tuple[Shard, ...] = ()
     trainers: int = 0  # Number of running trainers
-    # Node losses that the job's protection survives when all nodes are present; None if unknown
+    # Number of node losses that the protection survives if no node is missing; None if unknown
     tolerance: int | None = None
-    restarts: int = 0  # Restarts after failures
-    recovery: RoundReport | None = None  # The last of them, without the names of the present nodes
+    restarts: int = 0  # Restarts of the trainers after failures
+    recovery: RoundReport | None = None  # Last of these restarts, without the names of all nodes
     warnings: _Texts = ()
-    memory: tuple[MemoryUse, ...] = ()  # Memories that limit its trainers
+    memory: tuple[MemoryUse, ...] = ()  # Use of each memory that limits the node's trainers
     runs_out: tuple[MemoryForecast, ...] = ()  # Memories that are running out, the soonest first
-    counts: GoodputTimes | None = None  # Times of the whole job, as this node counted them
-    # The last steps of its trainers; only the aggregator needs them, so the board omits them
+    counts: GoodputTimes | None = None  # Useful and lost time of the job, as this node counts them
+    # Times of the trainers' last steps, for the aggregator (the launcher that merges all reports).
+    # Left out of the board.
     ranks: tuple[RankSteps, ...] = ()
-    left: bool = False  # Its launcher has ended; this is its last report
+    left: bool = False  # Whether the launcher has ended; this is then its last report
     # The aggregator sets the following fields by its own clock.
-    silent_secs: float = 0.0  # Time since the number last changed
-    quiet: bool = False  # Silent for longer than usual, and not OFFLINE yet
-    offline_unix_secs: float | None = None  # Start of the silence; None while the node reports
+    silent_secs: float = 0.0  # Time since a report with a new number arrived
+    quiet: bool = False  # Silent for a third of the time after which the node is OFFLINE
+    offline_unix_secs: float | None = None  # Start of the silence of an OFFLINE node, else None
 
     @property
     def observed_signal(self) -> HealthSignal:
@@ -132,16 +134,16 @@ class NodeReport(_Message):
 
 
 class ReportBoard(_Message):
-    """The reports of all nodes of a job, the same for all of them."""
+    """The reports of all nodes of a job. Every node has a copy of the same board."""
 
     job_id: str
     aggregator: str = ""  # Node whose launcher merged the reports
-    unix_secs: float = 0.0  # When it merged them, by its own clock
+    unix_secs: float = 0.0  # Time of the merge, by the aggregator's clock
     nodes: tuple[NodeReport, ...] = ()
     slow: tuple[Straggler, ...] = ()  # Stragglers, the costliest first
-    speeds: tuple[RankSpeed, ...] = ()  # Parts of the ranks' last steps
-    written_unix_secs: float = 0.0  # When a launcher wrote this copy into its node's memory
-    # Since when that launcher cannot reach the rendezvous store; None if it can
+    speeds: tuple[RankSpeed, ...] = ()  # How each rank's steps divide into computing, waiting, ...
+    written_unix_secs: float = 0.0  # Time at which a launcher wrote this copy on its own node
+    # Time since which the launcher that wrote this copy cannot reach the store; None if it can
     store_lost_unix_secs: float | None = None
 
     def node(self, name: str) -> NodeReport | None:
@@ -149,7 +151,14 @@ class ReportBoard(_Message):
 
 
 def read_board(path: Path) -> ReportBoard | None:
-    """Read the copy in a job's memory on a node; None if there is none, or it cannot be read."""
+    """Read a node's copy of the board.
+
+    Args:
+        path: the job's memory directory on the node.
+
+    Returns:
+        None if there is no copy, or it cannot be read.
+    """
     fields = read_json(path / BOARD_FILE)
     try:
         return None if fields is None else ReportBoard.model_validate(fields)
@@ -170,11 +179,11 @@ def mark_silence(
     offline_after_secs: float,
     now: float,
 ) -> NodeReport:
-    """Update how long a node has been silent. Pure.
+    """Return a node's report with the time of its silence updated. Pure.
 
     Args:
-        before: the node on the last board; None if it was not there.
-        report: its newest report.
+        before: the node's report on the last board; None if the node was not on it.
+        report: the node's newest report.
         elapsed_secs: time since the last board, without time in which the aggregator was suspended.
         offline_after_secs: silence after which a node is OFFLINE.
         now: Unix seconds.
@@ -194,9 +203,16 @@ def mark_silence(
 def mark_aggregator_silence(
     before: ReportBoard, board: ReportBoard, *, elapsed_secs: float, offline_after_secs: float
 ) -> ReportBoard:
-    """Update how long the aggregator has been silent, as another node sees it. Pure.
+    """Return a board with the time updated for which its aggregator has been silent. Pure.
 
-    An aggregator that writes no new board cannot report its own silence.
+    Every other node calls this on the board that it reads, because an aggregator that writes no new
+    board cannot report its own silence.
+
+    Args:
+        before: the board as this node last had it.
+        board: the board as just read.
+        elapsed_secs: time since the last call, without time in which this node was suspended.
+        offline_after_secs: silence after which a node is OFFLINE.
     """
     known = before.node(board.aggregator)
     aggregator = board.node(board.aggregator)

@@ -1,4 +1,4 @@
-"""The status of a job for ``reft status --json`` and the status page, read from its memory."""
+"""Reads a job's status from its memory directories, for ``reft status`` and the status page."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from reft.node.summary import is_well, summary
 
 ENDED_AS_WANTED = "it ended well"
 _OLD_SECS = 10.0  # Age of a board at which its launcher counts as silent
-_GATHER_SECS = 2.0  # Time in which the present nodes join after a failure
+_GATHER_SECS = 2.0  # Time within which all present nodes join again after a failure
 _MAX_ROUNDS = 64  # Most rounds of the history in the status
 
 
@@ -42,7 +42,7 @@ class JobState(StrEnum):
 
 
 class StatusReader:
-    """Reads the status of a job repeatedly, from its memory on one or several nodes."""
+    """Reads the status of a job repeatedly, from its memory directories on one or several nodes."""
 
     def __init__(self, paths: list[Path]) -> None:
         self.paths = paths
@@ -71,9 +71,9 @@ class StatusReader:
         }
 
     def _read_board(self, now: float, running: bool) -> tuple[ReportBoard, list[str]]:
-        """The newest board on any of the nodes, and warnings about it.
+        """Return the newest board (reports of all nodes) and warnings about it.
 
-        Without launchers there is no board, so one is made from the nodes' own files.
+        Without launchers there is no board. Then one is made from the files of the given nodes.
         """
         board = newest_board(self.paths)
         if board is None:
@@ -105,11 +105,11 @@ class StatusReader:
 def _find_state(
     board: ReportBoard, paths: Sequence[Path]
 ) -> tuple[JobState, dict[str, Any] | None]:
-    """The state of a running job.
+    """Find the state of a running job.
 
     Returns:
-        The state, and while it waits for nodes: for which, since when, and until when. That limit
-        is None if only the launchers' join timeout applies.
+        The state; and if the job waits for nodes: which ones, since when, and until when, else
+        None. "Until when" is None if only the launchers' join timeout applies.
     """
     rounds = [row for path in paths for row in read_history(path)[-1:]]
     last = max(rounds, key=lambda row: row.unix_secs, default=None)
@@ -144,7 +144,7 @@ def _find_state(
 
 
 def _describe_node(path: Path) -> dict[str, Any]:
-    """The part of a node's state that its report lacks: storage, traffic, protection, history."""
+    """Describe what a node's report does not contain: storage, traffic, protection, history."""
     directory = JobDir.open(path)
     rounds = read_history(path)
     restarts = restarts_among(rounds)
@@ -177,7 +177,7 @@ def _daemon_runs(path: Path) -> bool:
 
 
 def _launcher_end(path: Path) -> str:
-    """Why the node's launcher ended, by its last report; empty if it runs or was killed."""
+    """Return why the node's launcher ended, by its last report; empty if it runs or was killed."""
     board = read_board(path)
     node = None if board is None else board.node(JobDir.open(path).node)
     return node.why if node is not None and node.left else ""
@@ -186,7 +186,7 @@ def _launcher_end(path: Path) -> str:
 def _is_running(path: Path) -> bool:
     """Whether any process of the job runs on the node.
 
-    It takes no lock, because that could make a process of the job fail.
+    The job's lock would tell, but trying to take it could make a process of the job fail.
     """
     if _daemon_runs(path) or any(page.state not in ("", "Z") for page in read_pages(path)):
         return True
@@ -196,7 +196,7 @@ def _is_running(path: Path) -> bool:
 
 
 def _find_end(paths: Sequence[Path]) -> str:
-    """Why the job no longer runs, as far as these nodes know."""
+    """Return why the job no longer runs, as far as these nodes know."""
     for path in paths:
         rounds = read_history(path)
         if rounds and rounds[-1].ended is not None:

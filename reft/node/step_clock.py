@@ -1,9 +1,9 @@
 """Measures how a rank's steps divide into computing, transfers, collectives and the optimizer.
 
-A call that sends or receives returns when both sides were present and the bytes have moved. One
-rank cannot tell how much of that time was waiting, but both ends together can. For each message,
-the end that came last did not wait, so the smaller of the two times is the transfer. Therefore the
-record of a step holds the quickest transfer with each neighbour.
+A call that sends to or receives from a neighbouring pipeline stage returns when both ranks are
+present and the bytes have moved. One rank cannot tell how much of that time was waiting, but the
+times of both ranks can: the rank that came last did not wait, so the smaller of the two times is
+the transfer itself. Therefore the record of a step holds the quickest transfer with each neighbour.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from enum import IntEnum
 from typing import NamedTuple
 
 RECORDS = 64  # Number of recent steps that are kept
-_NONE_NANOS = 2**62  # Stands for a missing quickest transfer
+_NONE_NANOS = 2**62  # Quickest transfer of a step without transfers
 _NANOS_PER_SEC = 10**9
 
 
 class StepPhase(IntEnum):
-    """The activity of a rank in an instruction."""
+    """The kind of work that a rank does in an instruction."""
 
     COMPUTE = 0  # Computes alone, or together with its tensor-parallel peers
     PREVIOUS = 1  # Transfers from or to the previous stage
     NEXT = 2  # Transfers from or to the next stage
-    COLLECTIVE = 3  # Reduces, or may reduce
+    COLLECTIVE = 3  # Takes part, or may take part, in a reduction over ranks
     OPTIMIZER = 4  # The optimizer's step, which may reduce the gradient norm and gather weights
     OTHER = 5  # The data loader, the script, reft
 
@@ -39,7 +39,7 @@ _BY_NAME = {
     "SendActivation": StepPhase.NEXT,
     "RecvGrad": StepPhase.NEXT,
     "LoadMicroBatch": StepPhase.OTHER,
-    # Instructions of a plain engine, which reduces within its backward pass.
+    # Instructions of an engine without pipeline, which reduces within its backward pass.
     "Backward": StepPhase.COLLECTIVE,
     "Step": StepPhase.OPTIMIZER,
     "OptimizerStep": StepPhase.OPTIMIZER,
@@ -49,7 +49,7 @@ _COLLECTIVES = ("Reduce", "AggregateTotalLoss", "Recv", "Send", "CommitP2P")
 
 
 def find_phase(name: str) -> StepPhase:
-    """The phase of an instruction; the empty name is the time before the first one."""
+    """Return the phase of the named instruction; the empty name: before the first instruction."""
     if name in _BY_NAME:
         return _BY_NAME[name]
     if name.startswith(_COMPUTING):
@@ -60,29 +60,30 @@ def find_phase(name: str) -> StepPhase:
 class StepTimes(NamedTuple):
     """One step of one rank, in seconds."""
 
-    step: int  # Last completed step after it
-    whole: float  # From the engine's call to its return
+    step: int  # Number of the step
+    whole: float  # From the call of the engine to its return
     compute: float  # Computing, without ``busy``
-    busy: float  # Ready to compute, but waiting for a core
+    busy: float  # Ready to compute, but waiting for a CPU core
     linked: float  # Transfers with the neighbouring stages, including waiting
     collective: float  # Collectives, including waiting
     optimizer: float  # The optimizer's step, including waiting
-    previous: float  # The quickest transfer with the previous stage; 0 if there was none
-    next: float  # The quickest transfer with the next stage; 0 if there was none
-    transfers: int  # Number of transfers with both stages
+    previous: float  # Quickest transfer with the previous stage; 0 if there was none
+    next: float  # Quickest transfer with the next stage; 0 if there was none
+    transfers: int  # Number of transfers with both neighbouring stages together
 
 
 class StepRecord(Structure):
     """The fields of :class:`StepTimes` in shared memory, in nanoseconds.
 
-    ``step`` is written first and ``end`` last, so they are equal in a complete record only.
+    The additional field ``end`` is a copy of ``step``. ``step`` is written first and ``end`` last,
+    so that only in a complete record both are equal.
     """
 
     _fields_ = [(name, c_int64) for name in (*StepTimes._fields, "end")]
 
 
 def read_records(ring: Array[StepRecord]) -> Iterator[StepTimes]:
-    """The complete records, in any order."""
+    """Yield the complete records of a ring, in any order."""
     for record in ring:
         if record.step > 0 and record.step == record.end:
             nanos = [getattr(record, name) for name in StepTimes._fields[1:-1]]
@@ -94,14 +95,14 @@ def read_records(ring: Array[StepRecord]) -> Iterator[StepTimes]:
 class StepClock:
     """Measures how much of the current step each phase takes.
 
-    The training thread uses it at every instruction.
+    The training thread calls it at every instruction.
 
     Args:
-        ring: RECORDS records for the completed steps.
+        ring: RECORDS records, which completed steps fill in turn.
 
     Attributes:
-        phase_began: start of the current phase in nanoseconds. The caller moves it forward by time
-            that is not part of the step.
+        phase_began: start of the current phase in nanoseconds. To exclude a time from the step, the
+            caller moves this forward by that time.
     """
 
     def __init__(self, ring: Array[StepRecord]) -> None:
@@ -110,16 +111,17 @@ class StepClock:
         self._count = 0
         self._phase = StepPhase.OTHER
         self._spent = [0] * len(StepPhase)  # Nanoseconds by phase
-        self._quickest = [_NONE_NANOS, _NONE_NANOS]  # Transfer with the previous and the next stage
+        # Quickest transfer with the previous and with the next stage, in nanoseconds
+        self._quickest = [_NONE_NANOS, _NONE_NANOS]
         self._transfers = 0
-        # Nanoseconds for which this thread waited for a core while it computed, and the kernel's
-        # counter when it began to compute.
+        # Nanoseconds that this thread, in phase COMPUTE, waited for a core; and the kernel's
+        # counter of such time, as of the start of that phase.
         self._busy = self._busy_counter = 0
-        # Open file with that counter; None: not opened yet, 0: the kernel has none.
+        # Descriptor of the file with that counter; None: not opened yet, 0: the kernel has none.
         self._schedstat: int | None = None
 
     def begin(self, now: int) -> None:
-        """Begin a step. ``now`` is the monotonic clock in nanoseconds."""
+        """Begin a step at time ``now``, nanoseconds of the monotonic clock."""
         if self._schedstat is None:
             self._schedstat = 0
             path = f"/proc/self/task/{threading.get_native_id()}/schedstat"
@@ -131,10 +133,15 @@ class StepClock:
         self._transfers = self._busy = 0
 
     def enter(self, phase: StepPhase) -> int:
-        """Begin a phase, or the next instruction of one. Returns the time in nanoseconds."""
+        """Begin a phase, or the next instruction of the same phase.
+
+        Returns:
+            The time now, nanoseconds of the monotonic clock.
+        """
         before = self._phase
         if before == StepPhase.COMPUTE and phase != before:
-            # Read before the clock, so that a delay in between does not count as computing.
+            # Read the counter before the clock, so that a delay between both does not count as
+            # computing.
             self._busy += self._read_busy() - self._busy_counter
         now = time.monotonic_ns()
         nanos = now - self.phase_began
@@ -150,7 +157,12 @@ class StepClock:
         return now
 
     def end(self, step: int, began: int) -> None:
-        """End the step that began at ``began``, and write its record."""
+        """End a step and write its record.
+
+        Args:
+            step: number of the step.
+            began: time at which it began, nanoseconds of the monotonic clock.
+        """
         whole = self.enter(StepPhase.OTHER) - began
         spent = self._spent
         record = self._ring[self._count % RECORDS]
@@ -167,7 +179,10 @@ class StepClock:
         record.end = step
 
     def _read_busy(self) -> int:
-        """Nanoseconds that this thread has waited for a core; constant if the kernel has none."""
+        """Return the nanoseconds that this thread has waited for a core since it started.
+
+        If the kernel has no such counter, the value never changes.
+        """
         if not self._schedstat:
             return 0
         try:
@@ -177,7 +192,7 @@ class StepClock:
             return self._busy_counter
 
     def close(self) -> None:
-        """Close the counter's file after the last step."""
+        """Close the file of the kernel's counter, after the last step."""
         if self._schedstat:
             os.close(self._schedstat)
         self._schedstat = 0

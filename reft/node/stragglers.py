@@ -7,16 +7,17 @@ compute the same on different data. So a stage with more work than the others is
 a job with one replica has no stragglers. A link between two stages is compared with the same link
 of the other replicas.
 
-A sequential test over the steps of a rank decides whether it is slow. The test value is the
+A sequential test over the steps of a rank decides whether the rank is slow. The test value is the
 logarithm of its time over the median of its peers' times in the same step, so anything that slows
-all of them cancels out. The noise is modelled by a Laplace distribution whose scale is estimated
+down all ranks cancels out. The noise is modelled by a Laplace distribution whose scale is estimated
 from the last steps. The evidence for "slower by ``factor``" against "as fast as its peers" is
 Page's cumulative sum of log-likelihood ratios (Biometrika 41, 1954), which restarts whenever it
 falls to zero. For independent steps, the mean number of steps to a false alarm is at least
-exp(threshold) (Lorden, Annals of Mathematical Statistics 42, 1971). On a busy machine steps are not
-independent: it delays one rank for a second, then another. So the evidence of one step is limited,
-and the rank has to be slower in two thirds of the steps of a stretch that is longer than such a
-burst.
+exp(threshold) (Lorden, Annals of Mathematical Statistics 42, 1971).
+
+Steps on a busy machine are not independent: the machine delays one rank for about a second, then
+another one. Therefore the evidence of one step is limited, and a rank counts as slow only if it is
+slower in about two thirds of the steps of a period that is longer than such a delay.
 """
 
 from __future__ import annotations
@@ -32,29 +33,30 @@ from typing import NamedTuple
 from reft.node.progress import RankSteps
 from reft.node.step_clock import StepTimes
 
-MAX_SHOWN = 64  # Most ranks whose steps are shown: those that compute longest
-STEP_PARTS = ("compute", "busy", "transfer", "wait", "other")  # See RankSpeed
-_RANK_FACTOR, _LINK_FACTOR = 1.2, 2.0  # Slowness that the test looks for
-_MIN_COST_SHARE = 0.01  # Share of a step; a smaller cost is not reported
+MAX_SHOWN = 64  # Largest number of ranks whose steps are shown; those that compute longest
+STEP_PARTS = ("compute", "busy", "transfer", "wait", "other")  # Explained in RankSpeed
+_RANK_FACTOR, _LINK_FACTOR = 1.2, 2.0  # Factors of slowness that the tests look for
+_MIN_COST_SHARE = 0.01  # Smallest reported cost, as a share of the step
 _WINDOW_STEPS = 64
 _MIN_SCALE = 0.02  # Smallest scale of the noise: ranks differ by two percent without a cause
-_MAX_EVIDENCE = 2.0  # Largest evidence of one step
-_MIN_STEPS, _MIN_SECS, _MIN_SLOW_SHARE = 8, 1.0, 0.65  # Of a stretch
-_FALSE_ALARM_STEPS = 1e6  # Mean number of steps to a false alarm of any rank
+_MAX_EVIDENCE = 2.0  # Largest amount by which one step changes the evidence
+# Fewest steps, shortest time and smallest share of slow steps after which a rank counts as slow
+_MIN_STEPS, _MIN_SECS, _MIN_SLOW_SHARE = 8, 1.0, 0.65
+_FALSE_ALARM_STEPS = 1e6  # Mean number of steps until a false alarm for any rank
 
 At = tuple[int, int, int]  # Pipeline stage, replica, tensor slice
 
 
 @dataclass(frozen=True)
 class RankSpeed:
-    """How a rank's steps divide: means over its last steps, in seconds."""
+    """How a rank's step time divides: means over its last steps, in seconds."""
 
     rank: int
     node: str
     at: At
     step_secs: float
     compute_secs: float
-    busy_secs: float  # Ready to compute, but without a core: other work runs on its machine
+    busy_secs: float  # Ready to compute, but waiting for a core: other work runs on its machine
     transfer_secs: float  # Sends, receives and reductions, once all participants are present
     wait_secs: float  # Waiting for other participants
     other_secs: float  # The optimizer's step, the data, the script
@@ -68,17 +70,17 @@ class SlownessKind(StrEnum):
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank, a node with all its ranks, or a link between two stages, if slower than its peers."""
+    """A rank, a node with all its ranks, or a link of two stages that is slower than its peers."""
 
     kind: SlownessKind
-    name: str  # As users read it: "rank 3", "node2", "rank 1 (node0) - rank 3 (node2)"
+    name: str  # Name for users: "rank 3", "node2", "rank 1 (node0) - rank 3 (node2)"
     ranks: tuple[int, ...]  # The slow ranks, or the two ends of a link
-    nodes: tuple[str, ...]
-    since_step: int
-    factor: float  # Its time over its peers' time
-    cost_secs: float  # Upper bound of its cost to the job in every step
-    cost_share: float  # The same as a share of the step
-    why: str  # What is slow
+    nodes: tuple[str, ...]  # Nodes of these ranks
+    since_step: int  # First slow step
+    factor: float  # The straggler's time over its peers' time
+    cost_secs: float  # Largest time that the straggler can cost the job in every step
+    cost_share: float  # The same cost as a share of the step
+    why: str  # What the straggler is slow at
 
     def __str__(self) -> str:
         return (
@@ -89,21 +91,22 @@ class Straggler:
 
 
 class _StretchStep(NamedTuple):
-    slowness: float  # Logarithm of the rank's time over its peers' time
+    slowness: float  # Logarithm of (the rank's time / its peers' median time)
     excess_secs: float  # The rank's time minus its peers' time
     step_secs: float
 
 
 class SlowTest:
-    """Tests one rank, or one link, against its peers.
+    """Tests whether one rank, or one link, is slower than its peers.
 
     Args:
-        ranks: number of ranks of the job. More ranks require more evidence, so that noise alone
-            makes any of them slow at most once in a million steps.
-        factor: slowness that the test looks for. Less than its square root counts as none.
+        ranks: number of ranks of the job. More ranks require more evidence, so that on average
+            noise alone makes any one of them seem slow once in a million steps or less.
+        factor: slowness that the test looks for: the rank's time over its peers' time. A step
+            counts as slow if that ratio is above the square root of ``factor``.
 
     Attributes:
-        since_step: first slow step; None while the rank is not slow.
+        since_step: first slow step; None while the rank does not count as slow.
     """
 
     def __init__(self, ranks: int, factor: float = _RANK_FACTOR) -> None:
@@ -112,29 +115,30 @@ class SlowTest:
         self._shift = math.log(factor)
         self._last: deque[float] = deque(maxlen=_WINDOW_STEPS)  # Slowness of each step
         self._evidence = 0.0
-        # The stretch: steps since the evidence was last zero.
+        # First step since the evidence was last zero, and data of the last steps since then
         self._first_step: int | None = None
         self._stretch: deque[_StretchStep] = deque(maxlen=_WINDOW_STEPS)
         self._stretch_secs = 0.0
 
     def add(self, step: int, secs: float, peers_secs: float, step_secs: float) -> None:
-        """Add a step.
+        """Add a step to the test.
 
         Args:
             step: number of the step.
-            secs: time of the rank.
-            peers_secs: median time of its peers.
+            secs: time of the rank for the part of the step that is tested.
+            peers_secs: median time of its peers for that part.
             step_secs: time of the whole step.
         """
         slowness = math.log(max(secs, 1e-9) / max(peers_secs, 1e-9))
         self._last.append(slowness)
         center = median(self._last)
-        # The median deviation of Laplace's distribution is its scale times log 2.
+        # The median absolute deviation of a Laplace distribution is its scale times log 2.
         scale = max(_MIN_SCALE, median(abs(s - center) for s in self._last) / math.log(2.0))
         ratio = (abs(slowness) - abs(slowness - self._shift)) / scale
         self._evidence += min(_MAX_EVIDENCE, max(-_MAX_EVIDENCE, ratio))
         if self.since_step is not None:
-            # A slow rank remains slow until there is as much evidence against it.
+            # Limit the evidence: as much evidence to the contrary as made the rank count as slow
+            # is enough to end that.
             self._evidence = min(self._threshold, self._evidence)
         if self._evidence <= 0.0:
             self._stretch.clear()
@@ -179,11 +183,11 @@ class SlowTest:
 class _Rank(NamedTuple):
     node: str
     report: RankSteps
-    steps: dict[int, StepTimes]  # By number of the step
+    steps: dict[int, StepTimes]  # Times of its last steps, by number of the step
 
 
 class SpeedWatch:
-    """Compares the ranks of a job. Only the aggregator runs it."""
+    """Compares the speeds of a job's ranks. Runs only in the launcher that merges all reports."""
 
     def __init__(self) -> None:
         self._ranks: dict[At, _Rank] = {}
@@ -200,7 +204,7 @@ class SpeedWatch:
         before = self._ranks
         self._ranks = {r.at: _Rank(node, r, {s.step: s for s in r.steps}) for node, r in reports}
         if any(before.get(at, now).report.pid != now.report.pid for at, now in self._ranks.items()):
-            # The trainers were restarted, so ranks may be on other nodes.
+            # The trainers were restarted, and ranks may have moved to other nodes: begin again.
             self._tests.clear()
             self._compared.clear()
         for group in self._groups():
@@ -209,7 +213,7 @@ class SpeedWatch:
                 self._compare(SlownessKind.LINK, group, self._link_secs, _LINK_FACTOR)
 
     def _groups(self) -> list[list[_Rank]]:
-        """Ranks grouped by pipeline stage and tensor slice."""
+        """Return the ranks grouped by pipeline stage and tensor slice."""
         groups: dict[tuple[int, int], list[_Rank]] = {}
         for (pp, _, tp), rank in sorted(self._ranks.items()):
             groups.setdefault((pp, tp), []).append(rank)
@@ -227,7 +231,8 @@ class SpeedWatch:
         Args:
             kind: whether ranks or links are tested.
             group: ranks of one pipeline stage and tensor slice.
-            measure: returns the seconds of a rank in a step; 0 if unknown.
+            measure: returns the time of a rank, in seconds, for the tested part of a step; 0 if
+                unknown.
             factor: slowness that the test looks for.
         """
         (pp, _, tp) = group[0].report.at
@@ -248,16 +253,17 @@ class SpeedWatch:
         self._compared[kind, pp, tp] = newest
 
     def _link_secs(self, rank: _Rank, step: int) -> float:
-        """Seconds of all transfers with the next stage, without waiting.
+        """Estimate the seconds of a rank's transfers with the next stage, without waiting.
 
-        Each transfer counts as long as the quickest one, as measured by the end that waited less.
+        The estimate is the number of transfers times the quickest one. Of the two ends'
+        measurements of that, the smaller one contains less waiting and is taken.
         """
         pp, dp, tp = rank.report.at
         following = self._ranks.get((pp + 1, dp, tp))
         if following is None or step not in following.steps:
             return 0.0
         own, theirs = rank.steps[step], following.steps[step]
-        # A stage with two neighbours has half of its transfers with each.
+        # A stage with two neighbours has half of its transfers with each of them.
         has_both = own.next > 0 and own.previous > 0
         transfers = own.transfers / 2 if has_both else own.transfers
         return _quickest(own.next, theirs.previous) * transfers
@@ -265,15 +271,16 @@ class SpeedWatch:
     # -- results -------------------------------------------------------------------------------
 
     def slow(self) -> tuple[Straggler, ...]:
-        """The current stragglers, the costliest first."""
+        """Return the current stragglers, the costliest first."""
         found = [*self._slow_ranks(), *self._slow_links()]
         return tuple(sorted(found, key=lambda straggler: -straggler.cost_secs))
 
     def _slow_ranks(self) -> Iterator[Straggler]:
         """Find slow nodes and ranks.
 
-        A node is slow if it has several ranks and all of them are slow. Of the other slow ranks,
-        tensor-parallel peers are reported together, since they wait for each other.
+        A node is slow if it has several ranks and all of them are slow. On other nodes, slow ranks
+        are reported singly, except tensor-parallel peers that are all slow: these wait for each
+        other, so that one of them may be the cause.
         """
         slow = {
             at
@@ -337,10 +344,10 @@ class SpeedWatch:
         )
 
     def speeds(self) -> tuple[RankSpeed, ...]:
-        """How the last steps divide, by rank; in a large job only the ranks that compute longest.
+        """Return how the last steps of each rank divide; at most for the 64 that compute longest.
 
-        The time of the quickest rank of a group in a collective counts as transfer; the additional
-        time of other ranks counts as waiting.
+        For a collective, the time of the quickest rank of a group counts as transfer, and the
+        additional time of each other rank counts as waiting.
         """
         speeds = []
         for group in self._groups():
@@ -376,7 +383,7 @@ class SpeedWatch:
         return tuple(sorted(shown, key=lambda speed: speed.rank))
 
     def _transfer_secs(self, rank: _Rank, step: int) -> float:
-        """Seconds of a rank's transfers with the neighbouring stages, without waiting."""
+        """Estimate the seconds of a rank's transfers with both neighbours, without waiting."""
         pp, dp, tp = rank.report.at
         own = rank.steps[step]
         sides = []
@@ -402,5 +409,5 @@ def _common_steps(group: Sequence[_Rank]) -> set[int]:
 
 
 def _quickest(one: float, other: float) -> float:
-    """The quicker transfer of both ends' measurements; an end without a measurement gives 0."""
+    """Return the smaller of two measurements of a transfer, one by each end; 0 means unknown."""
     return min(one, other) if one > 0 and other > 0 else max(one, other)

@@ -1,4 +1,4 @@
-"""The whole job as one dictionary: ``reft status --json`` without its part about this node."""
+"""Summarizes a job as one dictionary: ``reft status --json`` without its part about this node."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _NODE_FIELDS = {
 
 
 def summary(board: ReportBoard, now: float) -> dict[str, Any]:
-    """Summarize a job.
+    """Summarize a job from the reports of its nodes.
 
     Args:
         board: reports of all nodes.
-        now: Unix seconds from which ages are counted.
+        now: time now, in Unix seconds, for the ages in the summary.
     """
     nodes = sorted(board.nodes, key=lambda n: n.node)
     present = [n for n in nodes if n.observed_signal is not HealthSignal.OFFLINE]
@@ -86,10 +86,10 @@ def _describe_commit(committed: Sequence[Shard], step: int | None, now: float) -
 
 
 def _since_start(nodes: Sequence[NodeReport]) -> dict[str, Any] | None:
-    """The counters of the node that has counted for the longest time.
+    """Return useful and lost time since the job's start, by the node that observed it longest.
 
-    The model's speed counts operations over the job's whole time, losses included. It is None
-    unless a node knows the model's parameters and the tokens of a sample.
+    ``tflops`` is the model's operations over the job's whole time, lost time included. It is None
+    unless a node knows the model's size and the tokens per sample.
     """
     counted = [n.counts for n in nodes if n.counts is not None]
     counts = max(counted, key=lambda c: c.elapsed_secs, default=None)
@@ -136,7 +136,13 @@ def _describe_node(node: NodeReport, holds_shards: bool) -> dict[str, Any]:
 def _warnings(
     nodes: Iterable[NodeReport], holders: Container[str], left: int | None
 ) -> Iterator[str]:
-    """Warnings about nodes and tolerance; a warning of several nodes is given once."""
+    """Yield warnings about nodes and tolerance; a warning that several nodes give comes once.
+
+    Args:
+        nodes: reports of all nodes.
+        holders: ids of the nodes that hold the newest version of some rank.
+        left: number of further node losses that the job survives; None if unknown.
+    """
     names_by_warning: dict[str, list[str]] = {}
     for node in nodes:
         if node.quiet:
@@ -159,9 +165,9 @@ def _warnings(
 
 
 def is_well(job: Mapping[str, Any]) -> bool:
-    """Whether a job, as described by :func:`summary`, has a commit and no node in trouble.
+    """Whether a job, as summarized by :func:`summary`, has a commit and no node in trouble.
 
-    A node that was replaced is not in trouble.
+    Nodes that are OFFLINE but were replaced are ignored.
     """
     relevant = [n for n in job["nodes"] if n["holds_shards"] or n["signal"] != HealthSignal.OFFLINE]
     bad = (HealthSignal.UNHEALTHY, HealthSignal.OFFLINE)

@@ -1,4 +1,7 @@
-"""How many more node losses the versions in memory survive, by their actual placement (P4)."""
+"""Computes how many further node losses the versions in memory survive (P4).
+
+The result follows from the nodes that actually hold the versions, not from the requested scheme.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,11 @@ from reft.protect.placement import place_group, tolerance_left
 def find_holders(
     nodes: Iterable[NodeReport],
 ) -> tuple[Degrees | None, dict[Coordinate, NodeReport]]:
-    """Find the node that holds the newest version of each rank, whether OFFLINE or not.
+    """Find the node that holds each rank's newest version, even if that node is OFFLINE.
 
     Returns:
-        The job's degrees, and the nodes by coordinate; (None, {}) if there is no version.
+        The job's parallel degrees, and each rank's node by the rank's coordinate; (None, {}) if
+        there is no version.
     """
     held = [(shard, node) for node in nodes for shard in node.shards]
     if not held:
@@ -28,7 +32,7 @@ def find_holders(
     newest: dict[Coordinate, tuple[tuple[int, int], NodeReport]] = {}
     for shard, node in held:
         at = Coordinate(*shard.at)
-        # If the job was made smaller, shards of ranks that it no longer has may be left.
+        # After the job was made smaller, nodes may still hold shards of ranks that are gone.
         inside = at.pp < degrees.pp and at.dp < degrees.dp and at.tp < degrees.tp
         if inside and (at not in newest or shard.label > newest[at][0]):
             newest[at] = shard.label, node
@@ -36,21 +40,23 @@ def find_holders(
 
 
 def read_scheme(nodes: Iterable[NodeReport]) -> str:
-    """The protection of the newest version on any node; empty if unknown."""
+    """Return the protection scheme of the newest version on any node; empty if unknown."""
     shards = [shard for node in nodes for shard in node.shards]
     return max(shards, key=lambda shard: shard.label).scheme if shards else ""
 
 
 def tolerance_now(nodes: Sequence[NodeReport], *, without_quiet: bool = False) -> int | None:
-    """Further node losses that every sharding group survives, by the actual placement.
+    """Return how many further node losses every sharding group survives, wherever they occur.
+
+    A sharding group consists of the data-parallel peers of one pipeline stage and tensor slice.
 
     Args:
         nodes: reports of all nodes; OFFLINE nodes count as lost.
-        without_quiet: quiet nodes count as lost, too.
+        without_quiet: whether quiet nodes, which have not reported for a while, count as lost, too.
 
     Returns:
-        -1 if more nodes are lost than the protection survives; None if there is no version, or its
-        protection is unknown.
+        The number; -1 if more nodes are lost than the protection survives; None if there is no
+        version, or its protection is unknown.
     """
     degrees, holders = find_holders(nodes)
     scheme = read_scheme(nodes)
@@ -78,15 +84,15 @@ def tolerance_now(nodes: Sequence[NodeReport], *, without_quiet: bool = False) -
 
 @lru_cache(maxsize=1024)
 def losses_left(nodes: tuple[str, ...], lost: frozenset[int], scheme: str) -> int:
-    """Further node losses that one sharding group survives.
+    """Return how many further node losses one sharding group survives.
 
     Args:
         nodes: failure domain of each member.
-        lost: members that are already lost.
-        scheme: protection, such as "arc:2+aec".
+        lost: indices of the members that are already lost.
+        scheme: protection scheme, such as "arc:2+aec".
 
     Returns:
-        A negative number if the group is lost.
+        The number; -1 if too many members are already lost.
 
     Raises:
         ReftError: the scheme is unknown.

@@ -349,7 +349,7 @@ class StreamGate(Gate):
                 self._changed.wait(left)
 
     def _beside(self, now: float) -> Permit:
-        """The permit for the next bytes that are copied outside of windows."""
+        """Return the permit for the next bytes that are copied outside of windows."""
         nbytes = min(
             self._beside_left, int(max(1.0, min(UNLIMITED, self._beside_rate * _QUEUED_SECS)))
         )

@@ -50,17 +50,18 @@ _RUNS_QUEUE = "CommitP2P"
 
 
 def trains(names: Sequence[str]) -> bool:
-    """Whether a schedule contains an optimizer step; True for a step without instructions."""
+    """Return whether a schedule contains an optimizer step; True for a step without
+    instructions."""
     return not names or "OptimizerStep" in names
 
 
 def queues_transfers(names: Sequence[str]) -> bool:
-    """Whether transfers are queued, and carried out by a separate instruction."""
+    """Return whether transfers are queued, and carried out by a separate instruction."""
     return any(name.startswith(_RUNS_QUEUE) for name in names)
 
 
 def waits(names: Sequence[str], queues: bool) -> tuple[bool, bool]:
-    """Whether the device may wait in an instruction, and whether it waits to receive.
+    """Return whether the device may wait in an instruction, and whether it waits to receive.
 
     Args:
         names: names of all instructions up to and including that one.
@@ -76,7 +77,7 @@ def waits(names: Sequence[str], queues: bool) -> tuple[bool, bool]:
 
 
 def window_kind(names: Sequence[str], position: int) -> WindowKind:
-    """Why a stage waits at a position, derived from its instructions before and after."""
+    """Return why a stage waits at a position, derived from its instructions before and after."""
     if position >= len(names):
         return WindowKind.DRAIN
     before, after = names[:position], names[position:]
@@ -93,8 +94,9 @@ def window_kind(names: Sequence[str], position: int) -> WindowKind:
 
 
 def _queued(names: Sequence[str], position: int) -> tuple[str, ...]:
-    """The transfers that the instruction at ``position`` carries out: those since the last such
-    instruction."""
+    """Return the transfers that the instruction at ``position`` carries out: those since the last
+    such instruction.
+    """
     found: list[str] = []
     if names[position].startswith(_RUNS_QUEUE):
         for at in range(position - 1, -1, -1):
@@ -201,8 +203,9 @@ class WindowMeter:
             self._waits[wait.position] = _smoothed(self._waits.get(wait.position), start, length)
 
     def windows(self) -> tuple[Window, ...]:
-        """The windows in order of time, without overlaps; the drain follows the last
-        instruction."""
+        """Return the windows in order of time, without overlaps; the drain follows the last
+        instruction.
+        """
         found: list[Window] = []
         for position, wait in sorted(self._waits.items()):
             start = max(wait[0], found[-1].stop_secs if found else 0.0)
@@ -211,13 +214,13 @@ class WindowMeter:
         return tuple(found)
 
     def optimizers(self) -> tuple[Interval, ...]:
-        """The optimizer step, during which nothing is planned; empty if it is unknown."""
+        """Return the optimizer step, during which nothing is planned; empty if it is unknown."""
         seen = self._optimizer
         return () if seen is None else (Interval(seen[0], sum(seen)),)
 
 
 def _smoothed(known: tuple[float, float] | None, *seen: float) -> tuple[float, float]:
-    """``known``, smoothed with the values of one more step."""
+    """Return ``known``, smoothed with the values of one more step."""
     old = known or seen
     start, length = (
         before + _MEMORY * (now - before) for before, now in zip(old, seen, strict=True)
@@ -226,7 +229,7 @@ def _smoothed(known: tuple[float, float] | None, *seen: float) -> tuple[float, f
 
 
 def _between(taken: Iterable[tuple[float, float]], step_secs: float) -> Iterator[Interval]:
-    """The parts of a step that no (begin, end) interval covers."""
+    """Yield the parts of a step that no (begin, end) interval covers."""
     at = 0.0
     for begin, end in sorted([*taken, (step_secs, step_secs)]):
         if begin > at:
@@ -254,7 +257,7 @@ class BandwidthModel(Bandwidth):
     HIGHEST = 1.25
 
     def factor(self, position: int) -> float:
-        """Usable fraction of the window at a position, from LOWEST to HIGHEST."""
+        """Return the usable fraction of the window at a position, from LOWEST to HIGHEST."""
         return self._factors.get(position, 1.0)
 
     def observe_window(
@@ -583,7 +586,9 @@ class Pacer(VersionFeature):
         )
 
     def _communicating(self, meter: WindowMeter, windows: Collection[int]) -> list[Interval]:
-        """Intervals in which only the network is busy, except sends that are windows already."""
+        """Return intervals in which only the network is busy, except sends that are windows
+        already.
+        """
         if not self._limits.separate_links:
             return []
         return [
@@ -595,7 +600,7 @@ class Pacer(VersionFeature):
         ]
 
     def _limits_now(self) -> HasLimits:
-        """The limits of the next plan, with the device memory that is available now."""
+        """Return the limits of the next plan, with the device memory that is available now."""
         if self._limits.overflow is not Overflow.STAGING:
             return self._limits
         room = 0 if self._staging is None else self._staging.room()
@@ -638,7 +643,7 @@ class Pacer(VersionFeature):
         )
 
     def _is_of_formulas(self, meter: WindowMeter) -> bool:
-        """Whether the formulas apply: their positions are those of 1F1B."""
+        """Return whether the formulas apply: their positions are those of 1F1B."""
         if tuple(meter.names) == one_f_one_b_names(*self._pipeline):
             return True
         if not self._told_of_formulas:

@@ -78,7 +78,7 @@ class Window:
         return self.stop_secs - self.start_secs
 
     def to_json(self) -> dict[str, Any]:
-        """The window as JSON values."""
+        """Return the window as JSON values."""
         return {**asdict(self), "kind": self.kind.value}
 
 
@@ -151,7 +151,7 @@ class AnalyticEstimator:
 
 
 def paper_windows(pipeline: AnalyticEstimator, stage_id: int) -> tuple[Window, ...]:
-    """The bubble of REFT's Algorithm 1: ``T_bubble = (2.8 P - p - 2) * T_fw,bw``.
+    """Return the bubble of REFT's Algorithm 1: ``T_bubble = (2.8 P - p - 2) * T_fw,bw``.
 
     The printed formula contains P and \\|P\\|, which are both the number of stages. It gives a
     total length but no positions. With T_fw,bw = t_f + t_b it is 1.85 to 3.6 times the true idle
@@ -180,12 +180,12 @@ def paper_windows(pipeline: AnalyticEstimator, stage_id: int) -> tuple[Window, .
 
 
 def one_f_one_b_names(stages: int, micro_batches: int, stage_id: int) -> tuple[str, ...]:
-    """Class names of the instructions of ``TrainSchedule``, in order."""
+    """Return the class names of the instructions of ``TrainSchedule``, in order."""
     return tuple(name for name, _ in instructions(stages, micro_batches, stage_id))
 
 
 def instructions(stages: int, m: int, s: int) -> Iterator[tuple[str, int | None]]:
-    """Class name and micro-batch of every instruction of ``TrainSchedule``, in order."""
+    """Yield the class name and micro-batch of every instruction of ``TrainSchedule``, in order."""
     before, after, previous = s > 0, s < stages - 1, -1
     for step in range(2 * (m + stages - 1)):
         is_forward = (step + s) % 2 == 0
@@ -282,7 +282,7 @@ class Bandwidth:
             raise ConfigError(f"bandwidths must be positive bytes per second; got {self}")
 
     def factor(self, position: int) -> float:
-        """Usable fraction of the nominal bytes of the window at a position."""
+        """Return the usable fraction of the nominal bytes of the window at a position."""
         return 1.0
 
 
@@ -353,12 +353,16 @@ class HasSchedule:
         return self.left_over_bytes == 0
 
     def compute_share(self, bytes_per_sec: float) -> float:
-        """Fraction of the computing time in which tier 2 copies run, at the given bandwidth."""
+        """Return the fraction of the computing time in which tier 2 copies run, at the given
+        bandwidth.
+        """
         secs = sum(p.length_secs for p in self.computing)
         return min(1.0, self.tier_bytes[2] / bytes_per_sec / secs) if secs else 0.0
 
     def beside_communication(self) -> dict[int, int]:
-        """Bytes by position of the communication instruction; empty if tiers 1 and 2 suffice."""
+        """Return bytes by position of the communication instruction; empty if tiers 1 and 2
+        suffice.
+        """
         return {
             p.position: p.nbytes for p in self.communicating if p.position is not None and p.nbytes
         }
@@ -441,7 +445,9 @@ def advised_interval(stall_secs: float, step_secs: float, max_overhead: float) -
 
 
 def _draining_steps(staged: int, *tiers: tuple[PlannedBytes, ...]) -> int:
-    """Iterations until staged bytes have left the device and the next version can be staged."""
+    """Return the number of iterations until staged bytes have left the device and the next version
+    can be staged.
+    """
     capacity = sum(p.capacity_bytes for tier in tiers for p in tier)
     return 1 + math.ceil(staged / capacity) if staged and capacity else 1
 

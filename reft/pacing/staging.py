@@ -50,7 +50,7 @@ class StagingArea:
         return 0 if self._memory is None else self._memory.numel()
 
     def room(self) -> int:
-        """Bytes that the next plan may stage; called once for each plan.
+        """Return the number of bytes that the next plan may stage; called once for each plan.
 
         After an allocation has failed, the next plans may use only the present memory.
         """
@@ -98,8 +98,9 @@ class StagingArea:
         self._engine.release_staging()
 
     def first_fitting(self, chunks: Sequence[Chunk]) -> int:
-        """Index of the first chunk such that it and all later ones fit; ``len(chunks)`` if none
-        does."""
+        """Return the index of the first chunk such that it and all later ones fit; ``len(chunks)``
+        if none does.
+        """
         left, number = self.capacity_bytes, len(chunks)
         while number and (left := left - aligned(chunks[number - 1].nbytes, _ALIGNMENT_BYTES)) >= 0:
             number -= 1

@@ -49,7 +49,7 @@ class CloseSnapshotWindow(PipeInstruction):  # type: ignore[misc]
 
 
 def _steps(names: list[str]) -> bool:
-    """Whether a schedule of these instructions ends with the optimizer step."""
+    """Return whether a schedule of these instructions ends with the optimizer step."""
     return names[-1:] == ["OptimizerStep"]
 
 
@@ -199,7 +199,8 @@ class Weaver:
     # -- timing ------------------------------------------------------------------------------------
 
     def _instruction_map(self, engine: Any, traced: bool) -> Mapping[type, Callable[..., Any]]:
-        """The engine's instruction map: its class's present map, and the snapshot instructions.
+        """Return the engine's instruction map: its class's present map, and the snapshot
+        instructions.
 
         Args:
             engine: the engine.
@@ -270,7 +271,7 @@ class Weaver:
 
 
 def _window_key(schedule: Any) -> Hashable:
-    """A key that differs for schedules with different instructions."""
+    """Return a key that differs for schedules with different instructions."""
     facts = (
         getattr(schedule, n, None) for n in ("micro_batches", "stages", "stage_id", "forward_only")
     )

@@ -15,13 +15,16 @@ logger = logging.getLogger(__name__)
 
 
 class AgreedRates(VersionFeature):
-    """Votes on both intervals; the longest interval of all ranks wins.
+    """Votes on two intervals, of versions in memory and of versions on storage. The longest
+    interval that any rank proposes is used.
 
     Args:
-        wanted_interval: returns the steps between two versions that this rank proposes.
-        wanted_persist_interval: the same for versions on storage; 0 if the block sets them.
-        peer_errors: receives errors of both functions. The agreed interval then stays, and the
-            peers are notified (P6).
+        wanted_interval: returns the number of steps between two versions that this rank
+            proposes.
+        wanted_persist_interval: returns the number of steps between two versions on storage that
+            this rank proposes; 0 if the block sets a fixed number.
+        peer_errors: receives errors raised by these functions and notifies the peers (P6). The
+            interval agreed before then stays.
     """
 
     name = "rates"
@@ -35,16 +38,16 @@ class AgreedRates(VersionFeature):
         self._wanted_interval = wanted_interval
         self._wanted_persist_interval = wanted_persist_interval
         self._peer_errors = peer_errors or PeerErrors()
-        # (first step of the newer interval, newer interval, previous interval). The training thread
-        # reads it without a lock: the tuple is immutable, and the worker thread only ever rebinds
-        # the attribute to a new tuple, which is atomic.
+        # (first step of the newer interval, newer interval, previous interval). The training
+        # thread reads this tuple without a lock: it is immutable, and the worker thread replaces
+        # it as a whole, which is atomic.
         self._interval = (0, 1, 1)
         self.persist_steps = 0
-        """Steps between versions on storage, from the last vote. The vote that commits a version
-        thereby decides whether the version goes to storage."""
+        """Steps between versions on storage, from the last vote. So the vote that commits a
+        version also decides whether the version goes to storage."""
 
     def interval_steps(self, step: int) -> int:
-        """Steps between versions around ``step``."""
+        """Return the number of steps between versions that applies at ``step``."""
         since, newer, older = self._interval
         return newer if step >= since else older
 
@@ -72,8 +75,8 @@ class AgreedRates(VersionFeature):
     def voted(self, result: VoteResult, numbers: tuple[int, ...]) -> Halt | None:
         interval_steps, self.persist_steps = numbers
         if interval_steps != self._interval[1]:
-            # It holds from the step after the next, which no rank has passed when it receives the
-            # result.
+            # The new interval applies from two steps after the result's step: no rank can have
+            # passed that step when the result reaches it.
             since = result.label.step + 2
             logger.info("a version every %d steps, from step %d on", interval_steps, since)
             self._interval = (since, interval_steps, self._interval[1])

@@ -46,20 +46,21 @@ from reft.state.catalogue import Adapter
 logger = logging.getLogger(__name__)
 
 _SENT_BYTES = 8 * 2**20
-# Required free device memory at the start, in multiples of the gradients that recomputing keeps
+# Free device memory required at the start, as a multiple of the size of the gradients that
+# recomputing keeps there
 _SPARE = 4
 
 
 @dataclass(frozen=True)
 class JobFacts:
-    """Inputs for the choice of the protection, and for a dry run.
+    """What is known about the job when the protection is chosen, or in a dry run.
 
     Attributes:
         config: the ``reft`` block.
         topology: placement of all ranks.
         control: messages between the ranks.
         adapter: adapter of this rank's optimizer.
-        copies: copies this rank's state to the host.
+        copies: copy engine, which copies this rank's state to the host.
         job_dir: the job's memory on this node.
         devices: results of each rank's device test, by rank; empty if ranks train on CPUs.
     """
@@ -76,19 +77,21 @@ class JobFacts:
 def choice_inputs(job: JobFacts) -> ChoiceInputs:
     """Gather the size of each rank's state and the free memory of its node. Collective.
 
-    The choice is a pure function of the result, so all ranks choose the same.
+    The choice is a pure function of the result, so all ranks make the same choice.
     """
     config, topology, adapter = job.config, job.topology, job.adapter
     job_dir, limit = job.job_dir, config.memory_limit_bytes
-    # Memory that may be reserved on this node: free memory minus the margin, plus the job's present
-    # arenas, which are replaced. Memory that training will still take is subtracted below.
+    # Memory that may be reserved on this node: free memory minus the margin, plus the job's
+    # present arenas, which will be replaced. Memory that training has yet to allocate is
+    # subtracted below.
     room = max(0, free_bytes(job_dir) - margin_bytes(config.memory_margin_bytes, job_dir))
     room += sum(path.stat().st_size for path in job_dir.glob("*.arena"))
     coming = adapter.coming_host_bytes() if isinstance(adapter, StateAdapter) else 0
     frozen = adapter.frozen_bytes() if isinstance(adapter, Zero3Adapter) else 0
     own = [*adapter.expected_bytes(), config.host_state_bytes, frozen, room, coming]
     gathered = job.control.gather_ints(own)
-    # Whether a host recomputes a partition bit for bit, as is the case if ranks train on CPUs
+    # Whether a host recomputes an optimizer partition bit for bit; always true if ranks train on
+    # CPUs
     exact = adapter.steps_exactly and all(found.adam_is_exact for found in job.devices)
     exact = exact or not job.copies.asynchronous
     memory: dict[str, int] = {}
@@ -105,11 +108,13 @@ def choice_inputs(job: JobFacts) -> ChoiceInputs:
 def choose_protection(job: JobFacts, events: EventLog) -> ReftConfig:
     """Replace ``auto`` in the block by the chosen protection. Collective.
 
-    Windows are not measured yet, and the choice does not need them: it minimises the moved bytes.
+    The choice minimises the number of moved bytes, so it does not need the idle windows, which
+    are not measured yet.
     """
     config, situation = job.config, choice_inputs(job)
     situation = replace(situation, rates=_measured_rates(job, situation))
-    # The number of kept versions is reduced before the tolerance, as when memory runs short later.
+    # If memory is too small, reduce the number of kept versions before the tolerance, as is done
+    # when memory runs short later.
     choices = [
         choose(replace(situation, arenas=arenas), config.tolerance, recompute=config.recompute)
         for arenas in range(config.arena_count, LEAST_ARENAS - 1, -1)
@@ -128,7 +133,7 @@ def choose_protection(job: JobFacts, events: EventLog) -> ReftConfig:
     )
     if job.control.rank == 0:
         _describe(choice)
-    # A request in the block holds even if nothing is partitioned, as if it named the scheme.
+    # "+aor" in the block is kept even if nothing is partitioned, as it is after a scheme's name.
     recompute = chosen.owned_by is PartitionSurvival.AOR or (
         config.recompute and scheme.certain_losses
     )
@@ -136,10 +141,10 @@ def choose_protection(job: JobFacts, events: EventLog) -> ReftConfig:
 
 
 def _measured_rates(job: JobFacts, situation: ChoiceInputs) -> LinkRates | None:
-    """Measure rates of links and processors. Collective.
+    """Measure the rates of links and processors. Collective.
 
     Returns:
-        None if recomputing is impossible, or was not shown to be exact.
+        The rates; None if recomputing is impossible, or the device tests did not find it exact.
     """
     config, control, adapter, topology = job.config, job.control, job.adapter, job.topology
     found = job.devices
@@ -149,8 +154,8 @@ def _measured_rates(job: JobFacts, situation: ChoiceInputs) -> LinkRates | None:
         or config.interval_steps != 1
     ):
         return None
-    # Recomputing keeps the gradients of one partition for each survived loss on the device, in
-    # addition to training's memory.
+    # For each loss to be survived, recomputing keeps the gradients of one partition on the
+    # device, in addition to training's memory.
     parameters = (
         max(1, config.tolerance) * situation.sections[control.rank].owned_bytes // OPTIMIZER_BYTES
     )
@@ -169,7 +174,7 @@ def _measured_rates(job: JobFacts, situation: ChoiceInputs) -> LinkRates | None:
     if control.any_of(not possible or not peers)[0]:
         return None
     sent = torch.empty(_SENT_BYTES, dtype=torch.uint8)
-    for _ in range(2):  # The first round opens connections; only the second counts
+    for _ in range(2):  # The first round opens connections; only the second one's time is used
         began = time.perf_counter()
         control.exchange({p: [sent] for p in peers}, {p: [torch.empty_like(sent)] for p in peers})
         rate = int(_SENT_BYTES * len(peers) / (time.perf_counter() - began))
@@ -199,7 +204,7 @@ def _describe(choice: Choice) -> None:
 
 _COPIED_BYTES = 32 * 2**20
 _ELEMENTS, _STEPS = 2**18, 3
-_OWN_THREADS = 2  # Threads of a rank that trains on a device: forward and backward
+_OWN_THREADS = 2  # Threads that a rank needs to train on a device: forward and backward
 
 
 @dataclass
@@ -208,11 +213,12 @@ class DeviceFindings:
 
     Attributes:
         name: name of the device.
-        free_cores: cores of the rank that training does not use.
-        copy_bytes_per_sec: rate of copies from the device into registered memory.
+        free_cores: number of the rank's cores that training does not use.
+        copy_bytes_per_sec: rate of copies from the device into registered (pinned) host memory.
         adam_is_exact: whether reft.ExactAdam computes the same bits on the device and on the host.
-        adam_parameters_per_sec: parameters that reft.ExactAdam updates on one core of the host.
-        to_change: advice to the user.
+        adam_parameters_per_sec: parameters that reft.ExactAdam updates in a second on one core
+            of the host.
+        to_change: advice to the user, one text for each problem found.
     """
 
     name: str
@@ -227,13 +233,13 @@ def check_device(job: JobFacts) -> list[DeviceFindings]:
     """Test the device of every rank. Collective.
 
     Returns:
-        Results by rank; empty if ranks train on CPUs.
+        The results by rank; empty if ranks train on CPUs.
     """
     engine = job.copies
     if not isinstance(engine, DeviceCopyEngine):
         return []
     vendor = find_vendor(engine.device)
-    assert vendor is not None  # The engine copies from its device
+    assert vendor is not None  # A rank with a device copy engine has a device with a vendor
     node = job.topology.nodes[job.control.rank]
     ranks_here = len(job.topology.local_ranks(node))
     # The rank is either bound to its own cores, or shares the node's cores equally.
@@ -241,8 +247,8 @@ def check_device(job: JobFacts) -> list[DeviceFindings]:
     local = DeviceFindings(vendor.name, max(0, cores - max(_OWN_THREADS, torch.get_num_threads())))
     local.to_change = vendor.settings_to_change(os.environ, job.topology.degrees.tp)
     parities = job.config.chooses or job.config.scheme.parities > 0
-    # A separate thread is used, because the vendor's library changes settings of its thread, and
-    # the training thread's must not change.
+    # Test on a separate thread, because the vendor's library changes settings of the calling
+    # thread, which must not happen to the training thread.
     with ThreadPoolExecutor(1) as thread:
         thread.submit(try_device, local, vendor, engine, job.job_dir, parities).result()
     replies = job.control.gather_bytes(json.dumps(asdict(local)).encode())
@@ -263,7 +269,7 @@ def device_paragraph(ranks: Sequence[DeviceFindings], nodes: Sequence[str]) -> s
         for text in one.to_change:
             by_advice.setdefault(text, []).append(rank)
     change = [f"{text} (rank {at[0]}, {len(at)} in all)" for text, at in by_advice.items()]
-    # Ranks that could not measure report 0 and are left out
+    # Ranks that could not measure report 0; leave them out of the median
     usual = median([rate for rate in rates if rate] or [0.0])
     change += [
         f"rank {rank} on node {nodes[rank]} copies at {rate / 1e9:.3g} GB/s, less than half of the "
@@ -289,9 +295,9 @@ def try_device(
     """Measure copies, parities and optimizer steps on a device. Errors become advice (P6).
 
     Args:
-        found: receives the results.
+        found: object that receives the results.
         vendor: vendor of the device.
-        engine: copies from the device.
+        engine: copy engine of the device.
         directory: directory of the job's arenas.
         parities: whether the job computes parities on the device.
     """
@@ -308,17 +314,17 @@ def try_device(
         if parities and not _parities_alike(device):
             found.to_change.append('parities differ from a host\'s: write "protection": "arc"')
         found.adam_is_exact, found.adam_parameters_per_sec = _try_adam(device)
-    except Exception as error:  # P6
+    except Exception as error:  # P6: errors become advice
         found.to_change.append(
             f"the device could not be tried out ({type(error).__name__}: {error})"
         )
 
 
 def _try_copies(engine: DeviceCopyEngine, directory: Path) -> tuple[float, int]:
-    """Measure copies into memory that is allocated and registered like an arena.
+    """Measure copies from the device into memory that is allocated and registered like an arena.
 
     Returns:
-        Bytes per second, and the memory's NUMA node; -1 if unknown.
+        Bytes per second, and the NUMA node of the memory (-1 if unknown).
     """
     source = torch.zeros(_COPIED_BYTES, dtype=torch.uint8, device=engine.device)
     with TemporaryFile(dir=directory) as file:
@@ -339,11 +345,11 @@ def _try_copies(engine: DeviceCopyEngine, directory: Path) -> tuple[float, int]:
 
 
 def memory_node(numa_maps: str, address: int) -> int:
-    """The NUMA node that holds most pages of a mapping; -1 if unknown.
+    """Return the NUMA node that holds most pages of a mapping; -1 if unknown.
 
     Args:
         numa_maps: content of ``/proc/PID/numa_maps``.
-        address: begin of the mapping.
+        address: start address of the mapping.
     """
     line = re.search(rf"^0*{address:x} .*$", numa_maps, re.M)
     pages = [
@@ -353,9 +359,10 @@ def memory_node(numa_maps: str, address: int) -> int:
 
 
 def _parities_alike(device: torch.device) -> bool:
-    """Whether the device computes the same parity bytes as the host.
+    """Return whether the device computes the same parity bytes as the host.
 
-    The test covers an XOR and a weighted row, over a complete cell and a partial one.
+    The test computes an XOR and a weighted sum, over a complete cell (512 KiB) and a partial
+    one.
     """
     rows = parity_rows(2, 3)
     sources = [
@@ -372,11 +379,12 @@ def _try_adam(device: torch.device) -> tuple[bool, float]:
     """Test ExactAdam on a device.
 
     Returns:
-        Whether it computes the same bits as on the host, and the parameters that one core of the
-        host updates in a second.
+        Whether the device computes the same bits as the host, and the number of parameters that
+        one core of the host updates in a second.
     """
     draw = torch.Generator().manual_seed(0)
-    scale = torch.logspace(-22, 2, _ELEMENTS)  # The smallest squares are denormal or 0
+    # Small enough that the smallest squares are denormal or 0
+    scale = torch.logspace(-22, 2, _ELEMENTS)
     start, *gradients = (scale * torch.randn(_ELEMENTS, generator=draw) for _ in range(1 + _STEPS))
     bits, secs = [], 0.0
     for where in (device, torch.device("cpu")):

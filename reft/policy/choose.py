@@ -1,14 +1,14 @@
 """Chooses a job's protection: evaluates the cost of every alternative and selects one. Pure.
 
 All ranks have the same inputs (placement, sizes, memory, tolerance) and therefore make the same
-choice. An alternative is a scheme for the replicated section (:class:`reft.protect.codes.Scheme`)
-and, if ranks own ZeRO partitions, their protection
-(:class:`reft.policy.loads.PartitionSurvival`). Recomputing partitions is chosen if the block
-requests it, or if it is bit-exact and was measured to be faster than sending them.
+choice. An alternative consists of a scheme for the replicated section
+(:class:`reft.protect.codes.Scheme`) and, if ranks own ZeRO partitions, a way to protect the
+partitions (:class:`reft.policy.loads.PartitionSurvival`). Recomputing partitions is chosen if
+the block requests it, or if it is bit-exact and was measured to be faster than sending them.
 
-Among the alternatives that fit into memory and survive the requested number of lost nodes, the one
-that moves the fewest bytes is chosen. If there is none, the one that survives most losses is
-chosen, and :attr:`Choice.needed` lists what would have to change.
+Among the alternatives that fit into memory and survive the requested number of lost nodes, the
+one that moves the fewest bytes is chosen. If no alternative meets both conditions, the one that
+survives most losses is chosen, and :attr:`Choice.needed` lists what would have to change.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from reft.protect.placement import fatal
 
 GIB = 2**30
 _MOST_TESTS = 30_000
-"""Limit on sets of lost nodes times members. A scheme that needs more tests is not considered
-automatically."""
+"""Limit on the work to compute a scheme's tolerance: sets of lost nodes to test, times members.
+A scheme above this limit is not considered automatically."""
 TOO_MANY_TESTS = (
     "members of a group share nodes, and too many losses would have to be tested; the one that is "
     '"protection" in the configuration (or --protection of a plan) is still tested'
 )
 _MOST_COMBINED = 16
-"""Number of losses above which copies and parities are not combined. Parities alone never move more
-bytes than a combination."""
+"""Largest number of losses for which combinations of copies and parities are considered. Beyond
+it, parities alone never move more bytes than a combination."""
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,13 @@ class ChoiceInputs:
     Attributes:
         topology: placement of the ranks.
         sections: sizes of each rank's state.
-        arenas: versions kept in memory.
+        arenas: number of versions that each rank keeps in memory.
         block_bytes: largest size of a block.
         memory_bytes: memory that may be reserved on each node; None if unknown.
-        exact: whether a host recomputes a partition bit for bit, so that it need not be sent.
-        rates: rates of links and processors; None if recomputing is impossible, or is chosen only
-            on request.
+        exact: whether a host recomputes a ZeRO partition bit for bit, so that the partition need
+            not be sent.
+        rates: rates of links and processors; None if recomputing is impossible, or may be chosen
+            only on request.
     """
 
     topology: Topology
@@ -76,7 +77,7 @@ class ChoiceInputs:
 
     @property
     def recomputable(self) -> bool:
-        """Whether peers hold the weights that recomputing needs; at ZeRO-3 they do not."""
+        """Whether peers can recompute a partition; at ZeRO-3 they lack the weights for it."""
         return self.owns and any(s.replicated_bytes for s in self.sections)
 
 
@@ -85,18 +86,19 @@ class Alternative:
     """One possible protection, with its cost."""
 
     scheme: Scheme
-    # Protection of ZeRO partitions; None if there are none, or nothing is protected
+    # Way to protect ZeRO partitions; None if there are no partitions, or the scheme protects
+    # nothing
     owned_by: PartitionSurvival | None
     loads: Mapping[int, TrafficEstimate]  # Traffic of the busiest rank of each stage
-    node: str  # Node that lacks most memory, or has least left
-    memory_bytes: int  # Bytes to reserve on that node
-    limit_bytes: int | None  # Bytes available on that node; None if unknown
+    # Node with the greatest lack of memory or, if none lacks any, with least memory left
+    node: str
+    memory_bytes: int  # Bytes that would be reserved on ``node``
+    limit_bytes: int | None  # Bytes that may be reserved on ``node``; None if unknown
     fatal: tuple[str, ...]  # A smallest set of nodes whose loss is not survived
-    # False if it recomputes partitions without a request and at a higher cost, or if it does not
-    # recompute them although that was requested
+    # False if this alternative recomputes partitions without being requested or cheaper, or does
+    # not recompute them although that was requested
     available: bool = True
-    # Seconds of a step for sending the partitions, and for recomputing them exactly; None if
-    # unknown
+    # Seconds in each step to send the partitions, and to recompute them exactly; None if unknown
     partition_secs: tuple[float, float] | None = None
 
     @property
@@ -105,7 +107,8 @@ class Alternative:
 
     @property
     def tolerance(self) -> int:
-        """Node losses that every sharding group survives, computed from the placement (P4)."""
+        """Number of node losses that every sharding group survives, computed from the placement
+        (P4)."""
         return len(self.fatal) - 1
 
     @property
@@ -122,7 +125,7 @@ class Alternative:
 
     @property
     def cost(self) -> tuple[int, int, int, int, str]:
-        """Sort key: bytes moved, then memory, then complexity of decoding."""
+        """Sort key, cheapest first: bytes moved, then memory, then complexity of decoding."""
         load = self.busiest
         return (
             load.moved_bytes,
@@ -133,7 +136,7 @@ class Alternative:
         )
 
     def why_not(self, wanted: int) -> str | None:
-        """Why this alternative does not meet a tolerance of ``wanted``; None if it does."""
+        """Return why this alternative does not meet a tolerance of ``wanted``; None if it does."""
         if not self.available:
             return (
                 f'recomputing is chosen only where "{AOR}" asks for it, or where it is exact and '
@@ -159,12 +162,12 @@ class Choice:
     """The result of a choice.
 
     Attributes:
-        wanted: requested tolerance.
+        wanted: requested tolerance (number of node losses).
         chosen: the chosen alternative.
         alternatives: all alternatives for which the groups are large enough, the cheapest first.
-        excluded: names of the other schemes, with the reason.
-        reason: why ``chosen`` was chosen.
-        needed: what would have to change to reach the requested tolerance.
+        excluded: names of the schemes that are impossible here, each with the reason.
+        reason: why ``chosen`` was chosen, as text.
+        needed: changes that would reach the requested tolerance, as text.
     """
 
     wanted: int
@@ -209,10 +212,10 @@ def choose(
 
     Args:
         situation: the inputs.
-        wanted: node losses that every sharding group should survive.
-        recompute: ring peers must recompute partitions (AOR), as ``auto+aor`` requests. Sending
-            them is still evaluated.
-        also: schemes to evaluate in any case.
+        wanted: number of node losses that every sharding group should survive.
+        recompute: True if ring peers must recompute partitions (AOR), as ``auto+aor`` requests.
+            Alternatives that send partitions are still evaluated.
+        also: further schemes to evaluate.
         beyond: also evaluate schemes that survive this many more losses than requested.
     """
     candidates, excluded = _candidates(situation, wanted, also, beyond)
@@ -240,7 +243,7 @@ def _candidates(
     together = max(nodes.count(node) for nodes in groups for node in set(nodes))
     spread = max(len(set(nodes)) for nodes in groups)
     most = max(wanted * together, max((s.copies + s.parities for s in also), default=0)) + beyond
-    # If all members of a group are lost, no scheme can recover it.
+    # No scheme can recover a group that has lost all its members.
     most = min(most, size)
     found, excluded = [Scheme()], []
     family = [
@@ -254,7 +257,7 @@ def _candidates(
             continue
         if why := scheme.why_no_room(size):
             excluded.append((str(scheme), why))
-        # Only combinations of copies and parities need the tests of
+        # Only combinations of copies and parities need the many tests in
         # :func:`reft.protect.placement.fatal_nodes`.
         elif (
             together > 1
@@ -286,7 +289,8 @@ def _evaluate(
         cheaper = situation.exact and secs is not None and secs[1] < secs[0]
         ways: list[PartitionSurvival | None] = [None]
         if situation.owns and protected:
-            # In both cases, as many peers keep a partition as the scheme survives losses.
+            # Either way, the number of peers that keep a partition is the number of losses that
+            # the scheme survives.
             ways = [PartitionSurvival.PEER]
             if situation.recomputable:
                 ways.append(PartitionSurvival.AOR)
@@ -382,7 +386,7 @@ def _reason(
 def _needed(
     situation: ChoiceInputs, wanted: int, alternatives: Sequence[Alternative]
 ) -> Iterator[str]:
-    """Changes that would reach the requested tolerance, the most specific first."""
+    """Yield changes that would reach the requested tolerance, as text, the most specific first."""
     topology = situation.topology
     reaching = [a for a in alternatives if a.tolerance >= wanted]
     tight = [a for a in reaching if a.available and not a.fits_memory]
@@ -409,10 +413,16 @@ def _needed(
         apart = f"them on at least {wanted + 1}, best one per node"
         if spread[pp, tp] > wanted:
             apart = "every member on its own node"
+        if len(topology.groups()) == 1:
+            change = f"use at least {wanted + 1} nodes"
+        else:
+            change = (
+                f"put {apart} (for example with a rank order that separates data-parallel peers: "
+                "--rank-order across-nodes)"
+            )
         yield (
             f"the {size} members of the sharding group pp{pp}.tp{tp} sit on {spread[pp, tp]} "
-            f"node(s); put {apart} (for example with a rank order that separates data-parallel "
-            "peers: data-pipe-model)"
+            f"node(s); {change}"
         )
 
 

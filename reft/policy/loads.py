@@ -12,24 +12,25 @@ from reft.protect.codes import Scheme
 from reft.protect.rs import GRAIN_BYTES as CODED_ALIGNMENT_BYTES
 
 MODEL_BYTES = 2
-# Bytes of a parameter under mixed precision with Adam: master, momentum and variance
+# Optimizer state of one parameter under mixed precision with Adam: master copy, momentum and
+# variance
 OPTIMIZER_BYTES = 12
-# Bytes of a gradient in single precision, which recomputed optimizers (AOR) read
+# Size of one parameter's gradient in single precision, which recomputed optimizers (AOR) read
 GRADIENT_BYTES = 4
 CHECKSUM_BYTES = 8
-# Longest optimizer step on a host; a longer one may not end before the next version
+# Longest acceptable optimizer step on a host; a longer one might not end before the next version
 LONGEST_SECS = 1.0
 _BESIDE_GRADIENTS_BYTES = 4096
-"""Allowance for the alignment of parameter groups (64 bytes) and for the factors of unscaled
-gradients."""
+"""Bytes added to an estimate for the alignment of parameter groups (64 bytes) and for the
+factors that unscale gradients."""
 
 
 class PartitionSurvival(StrEnum):
-    """Protection of a ZeRO partition, which only its owner holds.
+    """Way to protect a ZeRO partition, which only its owner holds.
 
-    - PEER: the owner sends it to its ring peers with every version.
-    - AOR (asynchronous optimizer recomputing): the same peers repeat the optimizer's step on their
-      hosts, from the newest version and the gradients of the step.
+    - PEER: the owner sends the partition to its ring peers with every version.
+    - AOR (asynchronous optimizer recomputing): the same peers repeat the owner's optimizer step
+      on their hosts, from the newest version and the gradients of the step.
     """
 
     PEER = "peer"
@@ -51,25 +52,26 @@ class RankSections:
 class LinkRates:
     """Rates at which ZeRO partitions are sent or recomputed.
 
-    They are measured on the slowest rank at the start, or assumed in a plan.
+    They are those of the slowest rank, measured at the start, or assumed in a plan.
     """
 
     copy_bytes_per_sec: float  # From the device to its host
     peer_bytes_per_sec: float  # From a host to the hosts of its ring peers
-    adam_parameters_per_sec: float  # Parameters that one core of a host updates
-    free_cores: int  # Cores of a rank that training does not use
+    adam_parameters_per_sec: float  # Parameters that one core of a host updates in a second
+    free_cores: int  # Number of a rank's cores that training does not use
 
     def partition_secs(self, parameters: float) -> tuple[float, float]:
-        """Time of one step for sending, and for recomputing, the same number of parameters.
+        """Return the time that each step needs to send, and alternatively to recompute, a number
+        of parameters.
 
-        Recomputing copies the gradients. The optimizer step itself counts only if no free core
-        completes it in time.
+        The time to recompute is that of copying the gradients. The optimizer step on the host is
+        added only if the free cores cannot complete it in time.
 
         Args:
             parameters: number of parameters of one rank.
 
         Returns:
-            Seconds for sending and for recomputing.
+            Seconds to send, and seconds to recompute.
         """
         sent_secs = parameters * OPTIMIZER_BYTES / self.peer_bytes_per_sec
         copied_secs = parameters * GRADIENT_BYTES / self.copy_bytes_per_sec
@@ -82,12 +84,12 @@ class LinkRates:
 class TrafficEstimate:
     """Bytes that one rank copies, sends and stores for one version."""
 
-    shard_bytes: int  # Copied from the device: its part of the replicated section
+    shard_bytes: int  # Copied from the device: the rank's part of the replicated section
     redundant_bytes: int  # Copied from the device: copies and parities for peers
-    owned_bytes: int  # Copied from the device: its ZeRO partition
-    gradient_bytes: int  # Copied from the device: gradients of its peers' partitions (AOR)
+    owned_bytes: int  # Copied from the device: the rank's ZeRO partition
+    gradient_bytes: int  # Copied from the device: gradients of ring peers' partitions (AOR)
     sent_bytes: int  # Sent to ring peers: owned and host state
-    memory_bytes: int  # Host memory for all kept versions
+    memory_bytes: int  # Reserved in host memory for all kept versions
 
     @property
     def to_host_bytes(self) -> int:
@@ -109,9 +111,9 @@ def group_loads(
     block_bytes: int,
     exact: bool = True,
 ) -> tuple[TrafficEstimate, ...]:
-    """Traffic of the members of one sharding group, by dp index.
+    """Return an upper bound of the traffic of each member of one sharding group, by dp index.
 
-    It is an upper bound: every shard and every sub-block counts with the size of the longest.
+    Every shard and every sub-block counts with the size of the longest one.
 
     Args:
         sections: sizes of the members' state, by dp index.
@@ -120,8 +122,8 @@ def group_loads(
         owned_by: protection of ZeRO partitions.
         arenas: versions kept in memory.
         block_bytes: largest size of a block.
-        exact: whether a host recomputes a partition bit for bit. If not, as on GPUs, the owner also
-            sends every partition.
+        exact: whether a host recomputes a partition bit for bit. If not, as on GPUs, the owner
+            also sends its partition.
     """
     size = len(ring)
     most = max(s.replicated_bytes for s in sections)
@@ -134,8 +136,8 @@ def group_loads(
         next_ones = [ring[(at + i) % size] for i in range(1, peers + 1)]
         sends_partition = not (recomputed and exact)
         unsent = own.frozen_owned_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
-        # Under AOR, a version also holds the peers' partitions, and their gradients in single
-        # precision.
+        # Under AOR, a member's version also holds its peers' partitions, and the gradients of
+        # these partitions in single precision.
         parameters = [
             -(-sections[m].owned_bytes // OPTIMIZER_BYTES) for m in next_ones if recomputed
         ]
@@ -157,7 +159,9 @@ def group_loads(
 
 
 def _own(sections: RankSections, checksum_bytes: int, *, owned: bool) -> int:
-    """Bytes of the state that only one member has, in an arena or sent to a peer."""
+    """Return the size of the state that only one member has, as stored in an arena or sent to a
+    peer.
+    """
     partition = sections.owned_bytes if owned else 0
     return sum(map(aligned, (partition, sections.host_bytes, checksum_bytes)))
 
@@ -165,10 +169,10 @@ def _own(sections: RankSections, checksum_bytes: int, *, owned: bool) -> int:
 def _replicated(
     nbytes: int, scheme: Scheme, size: int, block_bytes: int
 ) -> tuple[int, int, int, int]:
-    """A member's part of the replicated section.
+    """Return a member's part of the replicated section.
 
     Returns:
-        Bytes of its shard, redundant bytes, bytes of checksums, and number of blocks.
+        Bytes of the member's shard, redundant bytes, bytes of checksums, and number of blocks.
     """
     splits = size - scheme.gap if scheme.parities else 1
     alignment = CODED_ALIGNMENT_BYTES if scheme.parities else ALIGNMENT_BYTES

@@ -1,15 +1,16 @@
 """Chooses the interval between versions, in memory and on storage, with one controller for both.
-Pure, except for the clock that it is given.
+Pure, except for the clock that is passed in.
 
-:class:`OverheadEstimator` measures what a version costs: it compares steps during which a version
-is in progress with the steps before and after. :func:`best_interval` computes the interval from
-that cost, the allowed overhead (CheckFreq's Algorithm 1), the failure rate of memory, the bound on
-lost steps, and the time until a version is complete. :class:`IntervalController` updates it while
-the job runs. :class:`DueSteps` decides which steps are due at the interval that the ranks agreed
-on.
+:class:`OverheadEstimator` measures how much time a version adds to training: it compares steps
+during which a version is in progress with the steps before and after. :func:`best_interval`
+computes the interval from that cost, the allowed overhead (CheckFreq's Algorithm 1), the failure
+rate of memory, the bound on lost steps, and the time until a version is complete.
+:class:`IntervalController` updates the interval while the job runs. :class:`DueSteps` decides
+which steps are due at the interval that the ranks agreed on.
 
-Symbols as in CheckFreq (FAST'21): Ti iteration, Tw weight update, Tc copy to the host, Ts write to
-storage, To overhead of a checkpoint, p allowed overhead, k steps between two checkpoints.
+Symbols as in CheckFreq (FAST'21), times in seconds: Ti iteration, Tw weight update, Tc copy to
+the host, Ts write to storage, To overhead of a checkpoint; p allowed overhead as a fraction, k
+steps between two checkpoints. "Checkpoint" here means a version in either place.
 """
 
 from __future__ import annotations
@@ -31,9 +32,11 @@ from reft.protect.placement import Weibull, losses_within, persist_interval_secs
 
 DAY_SECS = 86400.0
 REPAIR_SECS = 600.0
-"""Time from the loss of a node to the first protected version after it: twice the five minutes that
-Paddle published for a hot recovery with a replacement."""
-_PRECISION = 1e-12  # Tolerated rounding error of a quotient: 0.3 / 0.1 is three steps, not four
+"""Assumed time from the loss of a node to the first protected version after it: twice the five
+minutes that Paddle published for a hot recovery with a replacement node."""
+# Tolerated rounding error of a quotient that is rounded up: 0.3 / 0.1 gives three steps, not
+# four
+_PRECISION = 1e-12
 _SHORT = 1e-9
 _MOST_EXPONENT = 700.0
 _MOST_STEPS = 10**9
@@ -45,13 +48,14 @@ _MOST_STEPS = 10**9
 def learned_losses_per_sec(
     rounds: Iterable[RoundReport], now_unix_secs: float, mtbf_days: float
 ) -> float:
-    """Losses of one node per second, learned from the job's history.
+    """Return the rate at which one node is lost (losses per second), learned from the job's
+    history.
 
-    The configured rate counts as one observed loss. A job without losses therefore uses the
-    configured rate, and a job with many losses its own.
+    The configured rate counts like one observed loss: a job without losses uses the configured
+    rate, and the more losses a job has, the more its own rate counts.
 
     Args:
-        rounds: starts of the job, in order of time.
+        rounds: reports of the job's starts, in order of time.
         now_unix_secs: end of the last round.
         mtbf_days: configured mean time between losses of a node.
     """
@@ -67,16 +71,16 @@ def learned_losses_per_sec(
 def memory_losses_per_sec(
     node_losses_per_sec: float, nodes: int, survived: Sequence[int], repair_secs: float
 ) -> float:
-    """Rate at which a job loses more nodes than its memory survives.
+    """Return the rate at which a job loses more nodes than its memory survives.
 
-    That happens if too many other nodes of a group are lost before a lost node is replaced and
-    protected again.
+    This happens if too many other nodes of a group are lost before a lost node is replaced and
+    the state is protected again.
 
     Args:
-        node_losses_per_sec: losses of one node per second.
-        nodes: nodes of the job; a multiple of the group's size.
-        survived: for every number of lost nodes, the number of such sets that a group survives; see
-            :func:`reft.protect.placement.losses_within`.
+        node_losses_per_sec: rate at which one node is lost.
+        nodes: number of nodes of the job; a multiple of the group's size.
+        survived: for every number of lost nodes, how many sets of that many nodes a group
+            survives; see :func:`reft.protect.placement.losses_within`.
         repair_secs: time from a loss to the first protected version after it.
 
     Raises:
@@ -103,21 +107,22 @@ def memory_risk(
     survival: float | None,
     causes: Sequence[Weibull],
 ) -> tuple[float, float]:
-    """Risk of a job that is protected by memory alone.
+    """Return how long a job that is protected by memory alone can be expected to survive.
 
     Args:
         topology: placement of the ranks.
         tolerance: node losses that memory survives.
-        losses_per_sec: losses of one node per second.
+        losses_per_sec: rate at which one node is lost.
         survival: required probability of survival; None if not required.
         causes: distributions of the time between losses of a node.
 
     Returns:
-        Mean seconds between losses that memory does not survive (infinite if there are none), and
-        the seconds that memory survives with probability ``survival``, without any repair.
+        Mean seconds between losses that memory does not survive (infinite if there are none),
+        and the seconds that memory survives with probability ``survival`` if no lost node is
+        replaced.
     """
     size = max(len(set(topology.group_nodes(pp, tp))) for pp, tp in topology.groups())
-    # An incomplete group counts as a complete one.
+    # Count an incomplete group as a complete one.
     nodes = whole_interval(len(set(topology.failure_domains)), size)
     survived = losses_within(size, min(tolerance, size))
     rate = memory_losses_per_sec(losses_per_sec, nodes, survived, REPAIR_SECS)
@@ -147,7 +152,8 @@ class RateReason(StrEnum):
 
 
 def best_interval_secs(cost_secs: float, mtbf_secs: float) -> float:
-    """The interval, in seconds of training, with the largest :func:`effective_part`.
+    """Return the checkpoint interval, in seconds of training, with the largest
+    :func:`effective_part`.
 
     With a constant rate r of losses, a checkpoint that costs c seconds and an interval of t seconds
     of training, the fraction of time spent on training that is not lost is
@@ -169,19 +175,22 @@ def best_interval_secs(cost_secs: float, mtbf_secs: float) -> float:
         raise ConfigError(
             f"found a cost of {cost_secs} s and an MTBF of {mtbf_secs} s; expected more than 0"
         )
-    # Here 1 - t/M has no significant digits left; Young's formula has a smaller error.
+    # For such small costs 1 - t/M has no significant digits left, and Young's formula is more
+    # accurate.
     if cost_secs < _SHORT * mtbf_secs:
         return sqrt(2 * cost_secs * mtbf_secs)
     cost, low, high = cost_secs / mtbf_secs, 0.0, 1.0
     while high - low > _PRECISION * high:
         middle = (low + high) / 2
-        # -expm1(-(t + c)) > t below the optimum
+        # Bisection: -expm1(-(t + c)) > t holds below the optimum
         low, high = (middle, high) if -expm1(-(middle + cost)) > middle else (low, middle)
     return high * mtbf_secs
 
 
 def effective_part(interval_secs: float, cost_secs: float, mtbf_secs: float) -> float:
-    """Fraction of time that is training which lasts, if recovery takes no time (L = R = 0)."""
+    """Return the fraction of time spent on training that is not lost, if recovery takes no time
+    (L = R = 0).
+    """
     cycle = (interval_secs + cost_secs) / mtbf_secs
     return 0.0 if cycle > _MOST_EXPONENT else interval_secs / (expm1(cycle) * mtbf_secs)
 
@@ -196,9 +205,9 @@ def best_interval(
     survival_secs: float = inf,
     most_steps: int | None = None,
 ) -> tuple[int, RateReason]:
-    """Steps between two checkpoints, and the reason.
+    """Return the number of steps between two checkpoints, and the reason.
 
-    It starts with the optimum for the failure rate, and then applies these limits; a later one
+    The result is the optimum for the failure rate, within these limits, of which a later one
     overrides an earlier one:
 
     1. not longer than survival permits;
@@ -206,18 +215,18 @@ def best_interval(
     3. not longer than the bound on lost steps permits;
     4. not shorter than the time until a checkpoint is complete.
 
-    With the overhead alone this is Algorithm 1, completed:
-    k = max((Tc + Ts - To) / Ti, To / (p Ti)), at least 1. Then To <= p k Ti and
-    k Ti + To >= Tc + Ts. A failure rolls back at most 2 k steps, because the newest checkpoint may
-    be incomplete. The algorithm's copy within the device is omitted.
+    With the overhead limit alone this is Algorithm 1 of CheckFreq, completed: k = max((Tc + Ts -
+    To) / Ti, To / (p Ti)), at least 1. Then To <= p k Ti and k Ti + To >= Tc + Ts. A failure
+    rolls back at most 2 k steps, because the newest checkpoint may be incomplete. The
+    algorithm's first copy, within the device, is omitted.
 
     Args:
         step_secs: Ti, duration of a step without a checkpoint in progress.
         cost_secs: To, time that a checkpoint adds to training.
         arrival_secs: Tc + Ts, time until a checkpoint is complete.
         max_overhead: p, a fraction; None for no limit.
-        mtbf_secs: mean time between failures; 0 takes checkpoints as often as the other limits
-            permit, infinity does not take any because of failures.
+        mtbf_secs: mean time between failures. With 0, checkpoints are taken as often as the
+            other limits permit; with infinity, failures do not ask for any.
         survival_secs: time that memory alone survives with the required probability
             (:func:`reft.protect.placement.persist_interval_secs`).
         most_steps: half of the steps that may be lost; None for no bound.
@@ -233,7 +242,7 @@ def best_interval(
     steps, why = (inf, RateReason.FAILURES) if mtbf_secs else (1.0, RateReason.START)
     if 0 < mtbf_secs < inf:
         exact = best_interval_secs(cost_secs, mtbf_secs) / step_secs if cost_secs > 0 else 1.0
-        # The better of the two integers next to the optimum.
+        # Take the better of the two integers next to the optimum.
         around = sorted({max(1, int(exact)), max(1, ceil(exact))})
         steps = max(around, key=lambda k: effective_part(k * step_secs, cost_secs, mtbf_secs))
     bound = inf if most_steps is None else most_steps
@@ -256,8 +265,9 @@ def best_interval(
 
 
 def whole_interval(steps: int, version_steps: int) -> int:
-    """``steps``, rounded up to a multiple of the steps between versions, so that a version exists
-    at every due step."""
+    """Return ``steps`` rounded up to a multiple of ``version_steps``, so that every due step has
+    a version.
+    """
     return -(-steps // version_steps) * version_steps
 
 
@@ -268,7 +278,9 @@ def _ceil(value: float) -> int:
 # -- an interval that adapts to the observed overhead ----------------------------------------------
 
 
-_CALM_WINDOWS = 3  # Consecutive windows below p / 2 after which the interval is shortened
+# Number of consecutive observation windows with an overhead below p / 2 after which the interval
+# is shortened
+_CALM_WINDOWS = 3
 
 
 @dataclass(frozen=True)
@@ -279,7 +291,7 @@ class Rate:
         interval_steps: steps between two versions.
         why: reason for the interval.
         overhead: observed overhead as a fraction of training time; None before the first window.
-        calm: consecutive windows with less than half of the allowed overhead.
+        calm: number of consecutive windows with less than half of the allowed overhead.
     """
 
     interval_steps: int
@@ -298,19 +310,19 @@ def adapt(
     least_steps: int = 1,
     most_steps: int | None = None,
 ) -> Rate:
-    """The rate after one more window of observation.
+    """Return the new interval after one more window of observation.
 
-    If the overhead is above p, k is computed again from the observed cost. If it was below p / 2
-    for several windows, too, but k is at most halved. Otherwise k stays. The result is always
-    within the limits, and at least as long as a checkpoint takes to reach storage, if the bound on
-    lost steps permits that.
+    If the overhead is above p, the interval k is computed again from the observed cost. If the
+    overhead was below p / 2 for several windows, k is computed again as well, but at most
+    halved. Otherwise k stays. The result is always within the limits and, if the bound on lost
+    steps permits it, not shorter than the time until a checkpoint is complete.
 
     Args:
         rate: the rate before.
         cost_secs: To, observed cost of a checkpoint in this window; at least 0.
         plain_secs: Ti, duration of a step without a checkpoint.
         max_overhead: p.
-        write_secs: the longest Tc + Ts of the window.
+        write_secs: longest Tc + Ts (time until a checkpoint is complete) in the window.
         least_steps: shortest useful interval for the failure rate.
         most_steps: longest interval, half of the steps that may be lost; None for no bound.
     """
@@ -339,14 +351,17 @@ def adapt(
 # -- cost of a checkpoint: steps during it, compared with the steps around it ----------------------
 
 _AROUND = 4
-"""Plain steps before and after a checkpoint with which it is compared. Only near ones are used,
-because the speed of machines drifts."""
+"""Number of plain steps (without a checkpoint in progress) before and after a checkpoint with
+which the checkpoint's steps are compared. Only near steps are used, because the speed of
+machines drifts."""
 _MOST_PAIRS = 64
 _LEFT_OUT = 8
-"""Trimmed mean: one in 8 differences is dropped at either end, such as a delay of the host."""
+"""Share of outliers that the trimmed mean leaves out: one in 8 differences at either end, such
+as a delay of the host."""
 _PAUSE, _MOST_PAUSES = 20, 4
-"""A step longer than 20 times the median is not counted: it contains an evaluation or other work of
-the script. More than 4 such steps in a row are counted, because training has become that slow."""
+"""A step longer than 20 times the median is a pause and is ignored: it contains an evaluation or
+other work of the script. After more than 4 pauses in a row the old median is discarded, because
+training itself has become that slow."""
 
 
 @dataclass(frozen=True)
@@ -356,21 +371,22 @@ class Cost:
     secs: float  # Time that a checkpoint adds to training; below 0 if noise is larger
     error_secs: float  # Standard error of ``secs``
     plain_secs: float  # Duration of a step without a checkpoint
-    pairs: int  # Number of compared checkpoints
+    pairs: int  # Number of checkpoints from which the cost was computed
 
 
 class OverheadEstimator:
     """Estimates the cost of a checkpoint from the durations of consecutive steps.
 
-    Checkpoints without plain steps between them are not counted. A checkpoint that takes more than
-    ``most_beside`` steps is not counted either, because its cost cannot be distinguished from
-    drift.
+    Checkpoints without plain steps between them are not counted. A checkpoint that is in
+    progress for more than ``most_beside`` steps is not counted either, because its cost cannot
+    be distinguished from drift of the machine's speed.
     """
 
     def __init__(self, most_beside: int = 64) -> None:
         self._most_beside = most_beside
         self._plain: deque[float] = deque(maxlen=_MOST_PAIRS)
-        self._pauses = 0  # Consecutive pauses
+        # Number of consecutive steps that were pauses: over 20 times longer than the median step
+        self._pauses = 0
         self._before: list[float] = []
         self._beside: list[float] = []
         self._after: list[float] = []
@@ -381,9 +397,9 @@ class OverheadEstimator:
         """Add one step.
 
         Args:
-            secs: its duration.
-            begins: a checkpoint began during it.
-            beside: a checkpoint was in progress during it.
+            secs: duration of the step.
+            begins: True if a checkpoint began during the step.
+            beside: True if a checkpoint was in progress during the step.
         """
         if self._plain and secs > _PAUSE * median(self._plain):
             self._pauses += 1
@@ -425,7 +441,7 @@ class OverheadEstimator:
         return len(self._differences)
 
     def plain_secs(self) -> float | None:
-        """Median duration of the last plain steps; None before the first."""
+        """Return the median duration of the last plain steps; None before the first."""
         return median(self._plain) if self._plain else None
 
     def cost(self) -> Cost | None:
@@ -439,47 +455,50 @@ class OverheadEstimator:
         return Cost(fmean(kept), error, plain, len(ordered))
 
     def forget(self) -> None:
-        """Discard the differences; a new window begins."""
+        """Discard the measured differences and begin a new window."""
         self._differences.clear()
 
 
 # -- the controller of one tier --------------------------------------------------------------------
 
-_SETTLING_STEPS = 3  # First steps are slower, because of initialisation
-_PROFILE_PAIRS, _PROFILE_STEPS = 8, 50  # As in CheckFreq; the length of an epoch is unknown here
+# Number of first steps that are ignored, because initialisation makes them slower
+_SETTLING_STEPS = 3
+# Checkpoints and steps of the first profile, as in CheckFreq; the length of an epoch is unknown
+# here
+_PROFILE_PAIRS, _PROFILE_STEPS = 8, 50
 _FIRST_GAP, _WIDEST_GAP = 4, 8
 _PROBE_EVERY, _PROBE_STEPS = 512, 48
 _SURE = 4
-"""A window is evaluated when the standard error is below a quarter of the allowed cost, or after 64
-pairs."""
+"""A window is evaluated when the standard error is below a quarter of the allowed cost, or after
+64 measured checkpoints."""
 _SLOWER = 1.1
 _RECENT = 32
 _FIRST_STORED_STEPS = 50
-"""Steps before the first version goes to storage; CheckFreq profiles for as many iterations without
-checkpoints."""
+"""Steps before the first version goes to storage; CheckFreq profiles for the same number of
+iterations without checkpoints."""
 _MOST_WRITING_STEPS = 1024
 
 
 class IntervalController:
-    """Measures one rank's versions in one tier, here memory, and proposes an interval.
+    """Measures one rank's versions in one tier (memory, or storage in the subclass) and proposes
+    an interval.
 
-    If every step has a version, versions are sometimes taken less often for a few steps, in order
-    to measure steps without one.
+    If every step has a version, versions are taken less often for a few steps from time to time,
+    in order to measure steps without a version.
 
     Args:
         max_overhead: p.
         most_steps: longest interval, half of the steps that may be lost; None for no bound.
-        fits: returns the shortest interval, at least as long as its argument, that is compatible
-            with the other tier.
-        risk: returns the current :func:`memory_risk`; None ignores failures, and takes versions as
-            often as the overhead permits.
-        known: interval found by an earlier start; None profiles the first steps.
-        on_change: called by the voting thread with the interval after each evaluated window.
+        fits: rounds an interval up to the next one that is compatible with the other tier.
+        risk: returns the current :func:`memory_risk`; None ignores failures and takes versions
+            as often as the overhead permits.
+        known: interval measured by an earlier start; None to measure in the first steps.
+        on_change: called on the voting thread with the interval, after each evaluated window.
         clock: returns seconds of a monotonic clock.
     """
 
     _least_pairs, _most_beside = 4, _MOST_PAIRS
-    # Versions are sometimes taken less often, to measure steps without one
+    # Whether versions are sometimes taken less often, to measure steps without a version
     _looks = True
 
     def __init__(
@@ -497,9 +516,9 @@ class IntervalController:
         self._fits, self._risk = fits, risk
         self._on_change, self._clock = on_change, clock
         self._known_risk = None if risk is None else (inf, inf)
-        # The training thread adds steps, and the voting thread evaluates them. The lock is
-        # re-entrant because StorageIntervalController calls begun() and arrived() while it holds
-        # the lock.
+        # The training thread adds steps while the voting thread evaluates them. The lock is
+        # re-entrant because StorageIntervalController calls begun() and arrived() with the lock
+        # held.
         self._lock = threading.RLock()
         self._pairs = OverheadEstimator(self._most_beside)
         self._steps = 0
@@ -513,14 +532,14 @@ class IntervalController:
         self._lost_most = 0
         self._arrived_step: int | None = None
         self._is_new = False
-        # Ti, To and Tc + Ts; None until they are measured
+        # Measured Ti, To and Tc + Ts in seconds; None before
         self.costs: dict[str, float] | None = None
         self.rate = None if known is None else Rate(self._bounded(known), RateReason.REMEMBERED)
 
     # -- observations ------------------------------------------------------------------------------
 
     def step(self, step: int, secs: float) -> None:
-        """Record that a step has ended, ``secs`` after the previous one. For the training
+        """Record that a step has ended, ``secs`` after the previous one. Called by the training
         thread."""
         with self._lock:
             self._steps += 1
@@ -558,14 +577,15 @@ class IntervalController:
     # -- the interval ------------------------------------------------------------------------------
 
     def wanted_interval(self, windows: int = 1) -> int:
-        """Steps between two versions that this rank proposes now. For the voting thread.
+        """Return the number of steps between two versions that this rank proposes now. Called by
+        the voting thread.
 
         Args:
-            windows: shortest interval at which versions fit into the idle time, as planned.
+            windows: shortest interval in steps at which versions fit into the planned idle time.
         """
         if self._risk is not None and self._pairs.count:
-            # P6: called without the lock, because it may read the job's history from a file, and
-            # the training thread must not wait for that.
+            # P6: called without the lock: this may read the job's history from a file, and the
+            # training thread must not wait for that.
             self._known_risk = self._risk()
         with self._lock:
             seen = self._pairs.cost()
@@ -574,14 +594,14 @@ class IntervalController:
             elif seen is not None and (
                 self._pairs.count >= _PROFILE_PAIRS or self._steps >= _PROFILE_STEPS
             ):
-                # Enough pairs for Algorithm 1
+                # Enough measurements for Algorithm 1
                 self.rate = Rate(self._bounded(1))
                 self._judge(seen)
             wanted = self._gap()
             if self.rate is not None:
                 if self._probe_from is not None and self._steps - self._probe_from > _PROBE_STEPS:
                     self._probe_from, self._usual = None, None
-                # During a measurement, versions are taken less often.
+                # While steps without a version are being measured, take versions less often.
                 wanted = max(self.rate.interval_steps, 1 if self._probe_from is None else wanted)
             wanted = self._bounded(max(windows, wanted))
             is_new, self._is_new = self._is_new, False
@@ -590,7 +610,8 @@ class IntervalController:
         return wanted
 
     def _observe(self, seen: Cost | None) -> None:
-        """Evaluate the window if it has enough pairs; measure again if steps became slower."""
+        """Evaluate the window if it has enough measurements; measure again if steps became
+        slower."""
         assert self.rate is not None
         if seen is not None and seen.pairs >= self._least_pairs:
             sure = self._max_overhead * self.rate.interval_steps * seen.plain_secs / _SURE
@@ -609,7 +630,7 @@ class IntervalController:
             self._pairs.forget()
 
     def _judge(self, seen: Cost) -> None:
-        """Evaluate one window. A difference within the noise does not lengthen the interval."""
+        """Evaluate one window. An overhead that may be noise does not lengthen the interval."""
         assert self.rate is not None
         plain, arrival = seen.plain_secs, self._usual_arrival_secs()
         allowed = self._max_overhead * self.rate.interval_steps * plain
@@ -642,7 +663,9 @@ class IntervalController:
         self._is_new = True
 
     def _gap(self) -> int:
-        """Steps between two versions such that some steps have none in progress."""
+        """Return a number of steps between two versions with which some steps have no version in
+        progress.
+        """
         plain, gap = self._pairs.plain_secs(), _FIRST_GAP
         if plain is None and self._recent:  # All of these steps had a version in progress
             plain = median(self._recent)
@@ -651,7 +674,7 @@ class IntervalController:
         return self._bounded(gap)
 
     def _usual_arrival_secs(self) -> float:
-        """Tc + Ts: 95th percentile of the last versions."""
+        """Return Tc + Ts, as the 95th percentile of the last versions."""
         ordered = sorted(self._arrival_secs)
         return ordered[max(0, len(ordered) - 1 - len(ordered) // 20)] if ordered else 0.0
 
@@ -682,15 +705,16 @@ class IntervalController:
 class StorageIntervalController(IntervalController):
     """:class:`IntervalController` for storage.
 
-    A version begins when it is committed in memory, and has arrived when the node's daemon reports
-    it on storage. Without ``known``, no version is written in the first 50 steps.
+    For this controller a version begins when it is committed in memory, and has arrived when the
+    node's daemon reports it on storage. Without ``known``, no version is written in the first 50
+    steps.
 
     Args:
         max_overhead: p.
         most_lost_steps: bound on the steps that a failure may lose; None for no bound.
         interval_steps: steps between two versions in memory.
-        start_step: newest step on storage, the same on every rank; without one, the step at which
-            the job starts.
+        start_step: newest step on storage, the same on every rank; if storage holds none, the
+            step at which the job starts.
         further: arguments of :class:`IntervalController`.
     """
 
@@ -725,8 +749,9 @@ class StorageIntervalController(IntervalController):
 
         Args:
             label: the version.
-            agreed_steps: interval that the vote on it agreed on, the same on every rank.
-            version_steps: largest number of steps until the next version.
+            agreed_steps: interval on storage that the vote on the version agreed on, the same on
+                every rank.
+            version_steps: largest possible number of steps until the next version.
         """
         with self._lock:
             self._newest_step = label.step
@@ -737,12 +762,13 @@ class StorageIntervalController(IntervalController):
             return due
 
     def went_to(self, step: int) -> None:
-        """Continue from ``step``, which is on storage, while no version is being written."""
+        """Continue from ``step``, which is on storage. Called while no version is being written."""
         with self._lock:
             self._due = DueSteps(step)
 
     def answered(self, answer: Mapping[str, Any] | None) -> None:
-        """Evaluate the daemon's reply: its newest, failed or overtaken version."""
+        """Evaluate the daemon's reply, which names the newest version on storage, a failure, or
+        a version that was overtaken (a newer one replaced it in memory before it was written)."""
         answer = answer or {}
         last, overtaken = answer.get("persisted"), answer.get("overtaken")
         with self._lock:
@@ -773,7 +799,8 @@ class StorageIntervalController(IntervalController):
                 self.rate = Rate(least, RateReason.WRITING, self.rate.overhead)
 
     def _back_off(self) -> None:
-        """Lengthen the interval, because storage was busy until memory moved past a due version."""
+        """Lengthen the interval, because storage was busy until memory no longer held a due
+        version."""
         assert self.rate is not None
         waited = 0 if self._on_its_way is None else self._newest_step - self._on_its_way.step
         steps = self._bounded(max(2 * self.rate.interval_steps, waited))
@@ -785,11 +812,11 @@ class StorageIntervalController(IntervalController):
 
 
 class DueSteps:
-    """Decides which steps are due.
+    """Decides which steps are due, that is, get a version (or a version on storage).
 
     The distance between two due steps is at most the interval at the first of them. Multiples of
-    the interval are always due, so that ranks which learn of a change at different steps agree
-    again at the next multiple. A change of the interval therefore costs at most one extra version.
+    the interval are always due, so ranks that learn of a changed interval at different steps
+    agree again at the next multiple. A change of the interval costs at most one extra version.
 
     Args:
         start_step: step from which the job starts or continues, the same on every rank; it counts
@@ -803,13 +830,14 @@ class DueSteps:
     def is_due(
         self, step: int, interval_steps: int, *, ahead_steps: int = 1, given_up: int = -1
     ) -> bool:
-        """Whether ``step`` is due. Must be called for every candidate step, in increasing order.
+        """Return whether ``step`` is due. Must be called for every candidate step, in increasing
+        order.
 
         Args:
             step: the step.
-            interval_steps: current interval. A shorter one takes effect at once, a longer one after
-                the next due step.
-            ahead_steps: largest number of steps until the next candidate.
+            interval_steps: current interval in steps. If it became shorter, it takes effect at
+                once; if longer, after the next due step.
+            ahead_steps: largest possible number of steps until the next candidate step.
             given_up: newest step whose version was given up; -1 if none. If that step was the last
                 due one, ``step`` replaces it.
         """

@@ -1,12 +1,13 @@
 """Adapts the intervals of versions in memory and on storage, if the block says ``"interval_steps":
 "auto"``: one controller of :mod:`reft.policy.rate` for each tier.
 
-Unlike in CheckFreq's profile, versions are taken while the controller measures, because their cost
-is measured. CheckFreq's other mode, a copy within the device, is ``has.overflow: staging`` and is
-never chosen here, because it needs device memory that training may need later.
+Unlike CheckFreq in its profiling phase, versions are taken during the measurement, because their
+cost is what is measured. CheckFreq's other mode, a copy within the device, is ``has.overflow:
+staging`` and is never chosen here, because it needs device memory that training may need later.
 
-All ranks follow one decision: each proposes an interval in the vote on a version, and the longest
-one wins (:class:`~reft.policy.agreed.AgreedRates`). No wait is added (P6).
+All ranks follow one decision: each proposes an interval in the vote on a version, and the
+longest one wins (:class:`~reft.policy.agreed.AgreedRates`). Training does not wait for any of
+this (P6).
 """
 
 from __future__ import annotations
@@ -54,18 +55,20 @@ Tier = Literal["memory", "storage"]
 def learned_risk(
     job_dir: Path, topology: Topology, tolerance: int, node_mtbf_days: float, survival: float | None
 ) -> tuple[float, float]:
-    """The :func:`~reft.policy.rate.memory_risk` with the loss rate of the job's history."""
+    """Return the :func:`~reft.policy.rate.memory_risk` with the loss rate of the job's history."""
     losses_per_sec = learned_losses_per_sec(read_history(job_dir), time.time(), node_mtbf_days)
     return memory_risk(topology, tolerance, losses_per_sec, survival, [Weibull(1 / losses_per_sec)])
 
 
 def dividing(persist_steps: int) -> Callable[[int], int]:
-    """A function that rounds intervals up to divisors or multiples of a fixed storage interval.
+    """Return a function that rounds intervals up to divisors or multiples of a fixed storage
+    interval.
 
-    So there is a version at every step at which a checkpoint has to be written to storage.
+    With such intervals, every step at which a checkpoint must be written to storage has a
+    version.
 
     Args:
-        persist_steps: interval on storage; 0 if it is not fixed, and nothing is rounded.
+        persist_steps: fixed interval on storage; 0 if it is not fixed, then nothing is rounded.
     """
 
     def fits(steps: int) -> int:
@@ -86,15 +89,15 @@ class _Measured(BaseModel):
 class RateCache:
     """Intervals that an earlier start measured, so that later starts need not measure again.
 
-    Each rank has one small file in the memory directory, next to the jobs' directories. It holds
-    for all jobs with the same model and layout.
+    Each rank has one small file in the memory directory, next to the jobs' directories. The file
+    serves all jobs with the same model and layout.
 
     Args:
         directory: the memory directory.
-        facts: inputs on which the intervals depend, as JSON values.
+        facts: everything on which the intervals depend, as JSON values.
 
     Attributes:
-        known: intervals in steps; None if they must be measured.
+        known: intervals in steps by tier; None if they must be measured.
     """
 
     def __init__(self, directory: Path, facts: Mapping[str, Any]) -> None:
@@ -110,8 +113,8 @@ class RateCache:
             logger.warning("%s is ignored: %s", self.path, str(error).partition("\n")[0])
 
     def note(self, tier: Tier, interval_steps: int) -> None:
-        """Store an interval. A directory that cannot be written is logged once, and training
-        continues (P6). Called by the voting thread."""
+        """Store an interval. If the directory cannot be written to, this is logged once, and
+        training continues (P6). Called by the voting thread."""
         setattr(self.known, tier, interval_steps)
         try:
             write_durably(self.path, self.known.model_dump_json(indent=1).encode())
@@ -145,17 +148,18 @@ class IntervalRates:
         control: messages between the ranks.
         topology: placement of all ranks.
         job_dir: the job's memory on this node.
-        scheme: name of the protection in force.
-        tolerance: returns the node losses that every sharding group survives.
-        advised_steps: returns the smallest interval within the allowed overhead, as planned.
+        scheme: name of the protection scheme in force.
+        tolerance: returns the number of node losses that every sharding group survives.
+        advised_steps: returns the smallest interval in steps that the plan expects to keep the
+            allowed overhead.
         peer_errors: receives errors in computing this rank's interval.
-        from_memory: whether this node's memory holds the version from which the job continues.
+        from_memory: whether the job continues from a version in this node's memory.
 
     Attributes:
         agreed: the intervals that the ranks agreed on in their votes.
-        memory: controller for memory; None if the block sets a number.
-        storage: controller for storage; None if the block sets a number.
-        votes: votes of the snapshot worker; None until it runs.
+        memory: controller for memory; None if the block sets a fixed interval.
+        storage: controller for storage; None if the block sets a fixed interval.
+        votes: votes of the snapshot worker; None until the worker runs.
     """
 
     def __init__(
@@ -230,7 +234,7 @@ class IntervalRates:
         """Handle a version that all ranks have committed.
 
         Returns:
-            Whether it goes to storage, and statistics to report.
+            Whether the version goes to storage, and statistics to report.
         """
         stats: dict[str, Any] = {}
         every = self.version_steps(label.step)
@@ -248,8 +252,9 @@ class IntervalRates:
         return due, stats
 
     def takes_version(self, step: int) -> bool:
-        """Whether a version is taken after ``step``. Called once per step by the training
-        thread."""
+        """Return whether a version is taken after ``step``. Called once per step by the training
+        thread.
+        """
         given_up = -1 if self.votes is None else self.votes.given_up_step(step)
         return self._versions.is_due(step, self.version_steps(step), given_up=given_up)
 
@@ -259,15 +264,15 @@ class IntervalRates:
             self.storage.went_to(step)
 
     def version_steps(self, step: int) -> int:
-        """Steps between versions around ``step``, as the ranks agreed."""
+        """Return the number of steps between versions that the ranks agreed on for ``step``."""
         return max(self._config.version_steps, self.agreed.interval_steps(step))
 
 
 def newest_step(config: ReftConfig, until_step: int) -> int:
-    """The newest step on storage up to ``until_step`` that the job has not abandoned.
+    """Return the newest step on storage up to ``until_step`` that the job has not abandoned.
 
     Returns:
-        0 if there is none, or storage cannot be listed.
+        The step; 0 if there is none, or storage cannot be listed.
     """
     assert config.persist.dir is not None
     assert config.job_id is not None
@@ -285,10 +290,10 @@ def newest_step(config: ReftConfig, until_step: int) -> int:
 
 
 def _stored_step(config: ReftConfig, control: ControlGroup, step: int, *, from_memory: bool) -> int:
-    """The newest step on storage up to ``step``, as rank 0 sees it. Collective.
+    """Return the newest step on storage up to ``step``, as rank 0 sees it. Collective.
 
-    That is ``step`` itself if the job loaded it from storage or has not trained yet, and 0 if
-    storage holds nothing.
+    Return ``step`` itself if no node's memory held the version from which the job continues:
+    then that version is on storage, or the job is new. Return 0 if storage holds nothing.
     """
     stored = newest_step(config, step) if control.rank == 0 else 0
     replies = control.gather_ints([from_memory, stored])
@@ -302,7 +307,7 @@ def _cost_facts(
     topology: Topology,
     scheme: str,
 ) -> dict[str, Any]:
-    """The facts on which the cost of versions depends, on this machine."""
+    """Return the facts on which the cost of versions depends, on this machine."""
     vendor = find_vendor(engine.device)
     node = topology.nodes[control.rank]
     return {

@@ -1,21 +1,22 @@
-"""Changes the protection of a running job, at the same version on all ranks.
+"""Changes the protection scheme of a running job, after the same version on all ranks.
 
-A change has one of two causes: a request (:mod:`reft.memory.protection_record`) on any node, or a
-lack of memory. Each rank's ballot contains its newest request and the level of the ladder
-(:mod:`reft.protect.placement`) that its node's free memory permits. The result of the vote is the
-newest request and the lowest level, the same on all ranks. After that version's protocol, the
-worker threads
+A change has one of two causes: a request (:mod:`reft.memory.protection_record`) on any node, or
+a lack of memory. Each rank's ballot contains the newest request it has read, and the level that
+its node's free memory permits: a position in the *ladder*, a list of ever cheaper protections
+(:mod:`reft.protect.placement`). The result of the vote is the newest request and the cheapest
+level of all ranks, the same on every rank. After the protocol of the version that was voted on,
+the worker threads
 
-1. agree on the text of the request, and check that the scheme suits the group and that its arenas
-   fit on every node;
+1. agree on the text of the request, and check that the scheme is possible in the groups and that
+   its arenas fit into every node's memory;
 2. reserve arenas of the new size in all slots except that of the newest committed version, which
    stays recoverable until a version under the new scheme is committed (P3);
 3. record the new protection on every node, for ``reft status`` and for the next start.
 
 A request that does not fit is refused on all ranks before any memory is released (P9). Training
 does not wait: a version that would begin during a change is skipped and counted. If a process is
-killed at any point, every arena's header still identifies its content, and the newest record
-counts.
+killed at any point, every arena's header still identifies its content, and the restart uses the
+newest record.
 """
 
 from __future__ import annotations
@@ -55,16 +56,17 @@ _NEVER = 2**62
 
 CALM_SECS = 10.0
 _MOST_CALMS = 64
-# Multiple of the margin that must be free after a move up, so that it is not reversed at once
+# Memory that must be free after a move up, as a multiple of the margin, so that the move is not
+# reversed at once
 _ROOM_AFTER_RISE = 1.5
 
 
 class MemoryGuard:
     """Proposes one rank's level of the ladder from the free memory of its node.
 
-    It moves one level down at once when less than the margin is free. It moves up when the next
-    level would have left 1.5 times the margin free for ``calm_secs``. That time doubles whenever a
-    move up had to be reversed.
+    It proposes the next level down (cheaper) as soon as less than the margin is free. It
+    proposes the next level up when, for ``calm_secs``, that level would have left 1.5 times the
+    margin free. This time doubles whenever a move up had to be reversed.
     """
 
     def __init__(self, margin_bytes: int, calm_secs: float = CALM_SECS) -> None:
@@ -76,11 +78,11 @@ class MemoryGuard:
     def wanted_level(
         self, level: int, levels: int, free_bytes: int, growth: Callable[[], int], now: float
     ) -> int:
-        """The proposed level.
+        """Return the proposed level.
 
         Args:
             level: level in force; 0 is the requested protection.
-            levels: number of levels.
+            levels: number of levels in the ladder.
             free_bytes: free memory of the node.
             growth: returns the bytes that the node needs for the next level up.
             now: seconds of a monotonic clock.
@@ -113,17 +115,17 @@ class MemoryGuard:
 class MemoryBudget:
     """Memory of one rank under a layout, in bytes."""
 
-    needed: int  # Size of all its arenas under the layout
-    held: int  # Size of its present arenas
-    free: int  # Free memory of its node
+    needed: int  # Size of all arenas of the rank under the layout
+    held: int  # Size of the rank's present arenas
+    free: int  # Free memory of the rank's node
     limit: int  # Limit on the size of this rank's arenas; negative for no limit
-    margin: int  # Memory of its node that must stay free if its arenas grow
+    margin: int  # Memory of the node that must stay free if the rank's arenas grow
 
     @classmethod
     def of(
         cls, arenas: ArenaSet, layout: GroupLayout, count: int, margin_bytes: int = 0
     ) -> MemoryBudget:
-        """The budget for ``count`` arenas of a layout."""
+        """Return the budget for ``count`` arenas of a layout."""
         limit = _NO_LIMIT if arenas.limit_bytes is None else arenas.limit_bytes
         needed = arenas.needed_bytes(layout, count)
         return cls(needed, arenas.held_bytes(), arenas.free_bytes(), limit, margin_bytes)
@@ -134,13 +136,13 @@ class MemoryBudget:
 
     @property
     def left_bytes(self) -> int:
-        """Free memory of the node; negative if the limit is below what is needed."""
+        """Free memory of the node; negative if the limit is below the needed size."""
         return self.limit - self.needed if self.over_limit else self.free
 
     @property
     def growth_bytes(self) -> int:
-        """Bytes needed in addition to the present arenas; more than any node has if the limit
-        forbids it."""
+        """Bytes needed in addition to the present arenas; a number larger than any node's memory
+        if the limit forbids the growth."""
         return _NEVER if self.over_limit else self.needed - self.held
 
 
@@ -148,8 +150,8 @@ def agree_on_room(control: ControlGroup, topology: Topology, room: MemoryBudget)
     """Check that every rank and node has enough memory. Collective.
 
     Returns:
-        What is missing on the first rank or node that lacks memory, as text, the same on all ranks;
-        None if all have enough.
+        Text on the first rank or node that lacks memory and how much it lacks, the same on all
+        ranks; None if all have enough.
     """
     rooms = [MemoryBudget(*values) for values in control.gather_ints(astuple(room))]
     for rank, found in enumerate(rooms):
@@ -176,19 +178,19 @@ def _mib(nbytes: int) -> str:
 
 @dataclass(frozen=True)
 class ActiveProtection:
-    """The protection in force on one rank, and the results of votes on it."""
+    """The protection in force on one rank, and what votes have requested since."""
 
     order: int = 0  # Number of the last request that was carried out or refused
     level: int = 0  # Level in force; 0 is the requested protection
-    heard_order: int = 0  # Newest request in any vote's result
+    heard_order: int = 0  # Number of the newest request in any vote's result
     heard_level: int = 0  # Level in the last vote's result
 
     def heard(self, order: int, level: int) -> ActiveProtection:
-        """Store a vote's result, which is the same on all ranks."""
+        """Return a copy with a vote's result, which is the same on all ranks."""
         return replace(self, heard_order=max(self.heard_order, order), heard_level=level)
 
     def would_change(self, order: int, level: int) -> bool:
-        """Whether a vote with this result is followed by a change."""
+        """Return whether a vote with this result requires a change."""
         return order > self.order or level != self.level
 
     @property
@@ -198,11 +200,12 @@ class ActiveProtection:
 
     @property
     def ordered(self) -> bool:
-        """Whether the due change is a request; requests precede changes of the level."""
+        """Whether the due change is a request; requests are carried out before changes of the
+        level."""
         return self.heard_order > self.order
 
     def targets(self, levels: int) -> Sequence[int]:
-        """Levels to try in order, until all ranks can reserve one.
+        """Return the levels to try in order, until all ranks can reserve one.
 
         A move up has a single target. A move down may skip levels that cannot be reserved.
         """
@@ -213,7 +216,7 @@ class ActiveProtection:
         )
 
     def moves(self, failed: Sequence[bool]) -> bool:
-        """Whether the ranks move: all of them, or none.
+        """Return whether the ranks change to the new level, which all of them do or none.
 
         Args:
             failed: for each rank, whether it could not reserve its arenas.
@@ -221,20 +224,21 @@ class ActiveProtection:
         return not any(failed)
 
     def followed(self, order: int) -> ActiveProtection:
-        """Record that a request was carried out or refused."""
+        """Return a copy after a request was carried out or refused."""
         return replace(self, order=order, heard_order=order)
 
     def now_on(self, level: int) -> ActiveProtection:
-        """Record that all ranks are on this level."""
+        """Return a copy after all ranks have changed to this level."""
         return replace(self, level=level, heard_level=level)
 
     def resync(self, order: int, levels: int) -> ActiveProtection:
-        """Reset after a rejoin; the level is determined again with the next layout."""
+        """Return the state after the ranks have reconnected; the level is determined again with
+        the next layout."""
         return self.followed(order).now_on(min(self.level, levels - 1))
 
 
 class RequestPoll:
-    """Reads this node's newest request; costs one ``stat`` if the file is unchanged."""
+    """Reads this node's newest request. A call costs one ``stat`` if the file is unchanged."""
 
     def __init__(self, job_dir: Path) -> None:
         self._path = job_dir / REQUEST_FILE
@@ -242,7 +246,7 @@ class RequestPoll:
         self._order: ProtectionRequest | None = None
 
     def newest(self) -> ProtectionRequest | None:
-        """The newest request found so far; unreadable files are ignored."""
+        """Return the newest request found so far; unreadable files are ignored."""
         try:
             info = self._path.stat()
         except OSError:
@@ -258,10 +262,10 @@ class RequestPoll:
 class RetentionConfig:
     """Settings for the versions that are kept."""
 
-    versions: int = 2  # Versions of each rank, if there is enough memory
+    versions: int = 2  # Number of versions that each rank keeps if there is enough memory
     margin_bytes: int = 0  # Memory of a node that versions must leave free
     look_secs: float = 1.0  # Interval between two checks of the node's memory
-    calm_secs: float = CALM_SECS  # Time with enough free memory before a move up
+    calm_secs: float = CALM_SECS  # Time for which enough memory must be free before a move up
 
 
 class SchemeSwitch(SchemePolicy):
@@ -270,12 +274,12 @@ class SchemeSwitch(SchemePolicy):
     Args:
         control: messages between the worker threads of all ranks.
         topology: placement of the ranks.
-        arenas: this rank's memory.
+        arenas: this rank's arenas.
         record: protection at the start of this incarnation, the same on all ranks.
         orders: reads this node's requests; None if only other nodes' requests are followed.
         keeping: settings for the versions that are kept.
         on_change: called with the new record after every change and refusal.
-        reach: called with the step between reserving memory and recording the change, for fault
+        reach: called between reserving memory and recording the change, with the step; for fault
             injection.
 
     Attributes:
@@ -313,7 +317,7 @@ class SchemeSwitch(SchemePolicy):
 
     @property
     def wanted(self) -> ProtectionLevel:
-        """The requested protection, which is kept if there is enough memory."""
+        """The requested protection, which is in force if there is enough memory."""
         return self._ladder[0]
 
     @property
@@ -341,16 +345,16 @@ class SchemeSwitch(SchemePolicy):
         self.settled = True
 
     def newest_order(self) -> int:
-        """Number of the newest request that this rank has read; part of its ballot."""
+        """Return the number of the newest request that this rank has read; part of its ballot."""
         order = self._orders.newest() if self._orders is not None else None
         return max(self.record.number, order.number if order is not None else 0)
 
     def wanted_level(self, layout: GroupLayout | None) -> int:
-        """The level that this rank's node has memory for; part of its ballot.
+        """Return the level that this rank's node has memory for; part of its ballot.
 
-        The memory is checked at most once in ``look_secs``, and only after a version was committed
-        under the protection in force, because memory released by the last change is not free
-        earlier.
+        The memory is checked at most once in ``look_secs``, and only after a version was
+        committed under the protection in force: before that, memory that the last change gives
+        up is not free yet.
         """
         now = time.monotonic()
         if layout is not None and self.settled and now - self._looked >= self._keeping.look_secs:
@@ -372,7 +376,9 @@ class SchemeSwitch(SchemePolicy):
         return self._wanted_level
 
     def _growth(self, layout: GroupLayout) -> int:
-        """Bytes that this node needs for the next level up, estimated from this rank's share."""
+        """Return the number of bytes that this node needs for the next level up, estimated from
+        this rank's share.
+        """
         level = self._ladder[self.in_force.level - 1]
         if self._above is None:
             self._above = self._under(layout, level)
@@ -383,10 +389,10 @@ class SchemeSwitch(SchemePolicy):
     # -- changes, collective -----------------------------------------------------------------------
 
     def rejoined(self) -> None:
-        """Agree again after a rejoin. Collective.
+        """Agree on the protection again after the ranks have reconnected. Collective.
 
-        Some ranks may have carried out a change that others have not. The newest record counts.
-        The level is determined again with the next layout (:meth:`fit`).
+        Some ranks may have carried out a change that others have not; all continue with the
+        newest record. The level is determined again with the next layout (:meth:`fit`).
         """
         gathered = self._control.gather_bytes(json.dumps(self.record.to_json()).encode())
         records = [ProtectionRecord.from_json(json.loads(data)) for data in gathered]
@@ -401,11 +407,11 @@ class SchemeSwitch(SchemePolicy):
         self._above = None
 
     def fit(self, label: VersionId, layout: GroupLayout) -> GroupLayout:
-        """Choose the level for a new layout. Collective; reserves nothing.
+        """Choose the level for a new layout, without reserving memory. Collective.
 
         Args:
             label: the version that has the new layout.
-            layout: planned for the requested protection.
+            layout: layout planned for the requested protection.
 
         Returns:
             The layout for the first level that every node has memory for, or for the last level.
@@ -422,9 +428,10 @@ class SchemeSwitch(SchemePolicy):
         return found
 
     def _room(self, layout: GroupLayout, count: int) -> MemoryBudget:
-        """The budget for a layout. It never raises, because the peers wait for it.
+        """Return the budget for a layout. Never raises, because the peers wait for this rank's
+        budget.
 
-        If the node's memory cannot be read, none counts as free.
+        If the node's free memory cannot be determined, it counts as 0.
         """
         try:
             return MemoryBudget.of(self._arenas, layout, count, self._keeping.margin_bytes)
@@ -481,7 +488,7 @@ class SchemeSwitch(SchemePolicy):
         return new or layout
 
     def _change_level(self, label: VersionId, layout: GroupLayout) -> GroupLayout:
-        """Move down, skipping levels that cannot be reserved, or up by one level."""
+        """Move down, skipping levels whose arenas cannot be reserved, or move up by one level."""
         down = self.in_force.heard_level > self.in_force.level
         degraded = self.record.degraded
         why = self._why_short(layout) if down else degraded.cause if degraded is not None else None
@@ -498,10 +505,10 @@ class SchemeSwitch(SchemePolicy):
     def _move(
         self, level: ProtectionLevel, layout: GroupLayout | None
     ) -> tuple[str | None, GroupLayout | None]:
-        """Reserve the arenas of a level on all ranks, or on none.
+        """Reserve the arenas of a level, on all ranks or on none.
 
         Returns:
-            The cause of a failure and None, or None and the new layout.
+            None and the new layout; or, after a failure, the cause and None.
         """
         if layout is None:
             return None, None
@@ -535,7 +542,7 @@ class SchemeSwitch(SchemePolicy):
         )
 
     def _now_on(self, level: int) -> bool:
-        """Record the level in force on all ranks; returns whether it has changed."""
+        """Record the level that is now in force on all ranks; return whether it has changed."""
         before = self.in_force.level
         self._arenas.use(self._ladder[level].arenas)
         self._watch.moved(before, level, time.monotonic())
@@ -549,7 +556,7 @@ class SchemeSwitch(SchemePolicy):
 
         Args:
             label: the version before the change.
-            cause: why the protection in force is not the requested one; None if it is.
+            cause: why the requested protection is not in force; None if it is.
         """
         level = self._ladder[self.in_force.level]
         degraded = None
@@ -573,7 +580,7 @@ class SchemeSwitch(SchemePolicy):
         return layout if same else layout_under(layout, level.scheme)
 
     def _agree_on_order(self) -> ProtectionRequest:
-        """The newest request that any rank has read. Collective."""
+        """Return the newest request that any rank has read. Collective."""
         order = (self._orders.newest() if self._orders is not None else None) or ProtectionRequest(
             0, ""
         )

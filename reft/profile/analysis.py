@@ -97,7 +97,7 @@ def analyse(
 
 
 def _measure_bandwidth(ranks: Sequence[RankTraces]) -> tuple[float | None, str]:
-    """Bytes per second of the traced copies, and a description of these copies.
+    """Return bytes per second of the traced copies, and a description of these copies.
 
     Copies in idle time are preferred, because they had the device to themselves. None if there are
     no copies.
@@ -173,7 +173,7 @@ def _segments(trace: StepTrace, waits: Sequence[float | None]) -> Iterator[Segme
 
 
 def _is_usable(name: str) -> bool:
-    """Whether a version may be copied while the device waits in an instruction.
+    """Return whether a version may be copied while the device waits in an instruction.
 
     The optimizer step is excluded: the old version has to be copied before it, and the new one
     exists only after it (P2).
@@ -251,7 +251,8 @@ _OVERLAPS = {
 
 
 def _sum_copies(steps: Sequence[RankStep]) -> tuple[dict[int, float], dict[Overlap, float]]:
-    """Means over the steps: bytes by tier, and seconds of copying by activity of the device."""
+    """Return means over the steps: bytes by tier, and seconds of copying by activity of the
+    device."""
     nbytes: dict[int, float] = defaultdict(float)
     secs = dict.fromkeys(Overlap, 0.0)
     for step in steps:

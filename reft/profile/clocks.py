@@ -43,11 +43,11 @@ class ClockOffset:
     clock: int = 0  # Ranks with equal numbers read the same clock, without error between them
 
     def error_to(self, other: ClockOffset) -> float:
-        """Upper bound of the error in seconds when times of two ranks are compared."""
+        """Return the upper bound of the error in seconds when times of two ranks are compared."""
         return 0.0 if self.clock == other.clock else self.error_secs + other.error_secs
 
     def until(self, after: ClockOffset) -> ClockOffset:
-        """The offset in the middle of two measurements. Its error includes the drift."""
+        """Return the offset in the middle of two measurements. Its error includes the drift."""
         error = max(self.error_secs, after.error_secs) + abs(after.secs - self.secs) / 2
         return ClockOffset((self.secs + after.secs) / 2, error, self.clock)
 

@@ -91,7 +91,7 @@ def _fit(stage: StageProfile, bandwidth: float | None) -> str:
 
 
 def verdict(result: ProfileResult) -> str:
-    """One line on whether versions are free in this job. Shares are of the copying time."""
+    """Return one line on whether versions are free in this job. Shares are of the copying time."""
     if not any(stage.copied_bytes for stage in result.stages):
         return "No snapshots ran in the profiled steps"
     held_up = max(stage.held_up_secs for stage in result.stages) / result.step_secs.p50

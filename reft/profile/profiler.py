@@ -156,7 +156,8 @@ class Profiler:
 
 
 def probe_bandwidth() -> float | None:
-    """Bytes per second of one copy into host memory, for jobs whose traces have no copies."""
+    """Return bytes per second of one copy into host memory, for jobs whose traces have no
+    copies."""
     took = []
     with suppress(RuntimeError, MemoryError):
         vendor = find_local_vendor()

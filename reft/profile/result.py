@@ -63,7 +63,7 @@ _BY_PREFIX = {
 
 
 def activity_of(name: str) -> Activity:
-    """The activity of an instruction while it does not wait.
+    """Return the activity of an instruction while it does not wait.
 
     Names are recognized by their first word, because schedules may have instructions of their own:
     zero-bubble schedules split the backward pass, DualPipeV queues its transfers.
@@ -198,7 +198,7 @@ class ProfileResult:
     timelines: tuple[RankStep, ...]  # Steps of all ranks with complete traces, ordered by step
 
     def windows(self, stage_id: int) -> tuple[Window, ...]:
-        """The usable windows of a stage, in order and without overlap, for planning copies.
+        """Return the usable windows of a stage, in order and without overlap, for planning copies.
 
         If two medians overlap, the later window begins where the earlier one ends.
 

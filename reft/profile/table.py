@@ -79,7 +79,7 @@ def _stages(result: ProfileResult) -> Table:
 
 
 def _windows(result: ProfileResult) -> Table:
-    """One row for each stage and kind of window, before and after the fence.
+    """Return one row for each stage and kind of window, before and after the fence.
 
     The JSON has every single window.
     """

@@ -204,7 +204,7 @@ def _find_meetings(
 def _match(
     sends: Sequence[tuple[CallAt, int | None]], receives: Sequence[tuple[CallAt, int | None]]
 ) -> bool:
-    """Whether sends and receives agree in number and, as far as known, in micro-batches."""
+    """Return whether sends and receives agree in number and, as far as known, in micro-batches."""
     if len(sends) != len(receives):
         return False
     pairs = zip(sends, receives, strict=True)
@@ -229,7 +229,7 @@ def _wait_for_last(group: Sequence[RankTraces], name: str, ready: Ready) -> None
 
 
 def _largest_error(group: Sequence[RankTraces]) -> float:
-    """Largest error of comparing the clocks of two of the ranks, in seconds."""
+    """Return the largest error of comparing the clocks of two of the ranks, in seconds."""
     errors = sorted({r.offset.clock: r.offset.error_secs for r in group}.values())
     return sum(errors[-2:]) if len(errors) > 1 else 0.0
 
@@ -249,7 +249,7 @@ def _calls_by_step(
 
 
 def _meets(group: Sequence[RankTraces], name: str) -> bool:
-    """Whether the ranks wait for each other in this call, judged by their times.
+    """Return whether the ranks wait for each other in this call, judged by their times.
 
     They do if no rank ends before the last one has begun, and a rank that comes x seconds earlier
     takes about x seconds longer.

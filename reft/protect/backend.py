@@ -40,24 +40,28 @@ from reft.protect.rs import (
 
 logger = logging.getLogger(__name__)
 
-Buffer = Any  # A one-dimensional contiguous buffer of bytes; its class depends on the backend
+# One-dimensional contiguous buffer of bytes: a torch tensor or a NumPy array, as the backend
+# requires
+Buffer = Any
 
 
 class Backend(ABC):
     """Computes linear combinations of buffers. All implementations give the same bytes."""
 
-    name: str  # For messages and results
+    name: str  # Name of the backend, for messages and results
 
     def combine(
         self, rows: Sequence[Row], sources: Sequence[Buffer], targets: Sequence[Buffer]
     ) -> None:
-        """``targets[r] = sum over j of rows[r][j] · sources[j]`` over GF(2^8), for every r.
+        """Compute ``targets[r] = sum over j of rows[r][j] · sources[j]`` over GF(2^8), for every
+        r.
 
-        On a device, the work is queued on the current stream; the host does not wait for it.
+        On a device, the work is queued on the current stream; the call returns before it is
+        done.
 
         Args:
             rows: coefficients 0..255, one row for each target and one column for each source. If
-                any is above 1, the length must be a multiple of 128 bytes
+                any coefficient is above 1, the buffers' length must be a multiple of 128 bytes
                 (:mod:`reft.protect.rs`).
             sources: buffers of dtype uint8 and the same length.
             targets: buffers of that length, which overlap neither the sources nor each other;
@@ -84,18 +88,20 @@ class Backend(ABC):
         targets: Sequence[Buffer],
         nbytes: int,
     ) -> None:
-        """As :meth:`combine`, with a non-zero coefficient in every row and at least one byte."""
+        """Do the work of :meth:`combine`; every row has a non-zero coefficient, and buffers are
+        not empty."""
 
     @abstractmethod
     def zeros(self, nbytes: int, like: Buffer) -> Buffer:
-        """A new buffer of zeros on the device of ``like``."""
+        """Return a new buffer of zeros on the device of ``like``."""
 
 
 def backend_for(buffer: Buffer) -> Backend:
-    """The fastest available backend for a buffer's class and device.
+    """Return the fastest available backend for a buffer's class and device.
 
     For CUDA and ROCm tensors this is CuPy, if it is installed and a test on the device gave the
-    same bytes as torch; otherwise torch. The first call for a device compiles the test's kernel.
+    same bytes as torch; otherwise torch. The first call for a device compiles a kernel for this
+    test.
 
     Raises:
         TypeError: the buffer's class is not supported.
@@ -117,14 +123,14 @@ def backend_for(buffer: Buffer) -> Backend:
 
 
 _tried: dict[Any, Backend] = {}
-"""Backend by device. CuPy must be tested on each, because its compiler may be missing or may not
-support the device."""
+"""Backend by device. CuPy must be tested on each device, because CuPy's compiler may be missing
+or may not support the device."""
 
 
 def _tried_cupy(like: Buffer) -> Backend | None:
-    """CuPy's backend if it works on the device of ``like``; otherwise None.
+    """Return CuPy's backend if it works on the device of ``like``; otherwise None.
 
-    If CuPy is installed and does not work, this is logged.
+    Logs a warning if CuPy is installed but does not work.
     """
     plain, rows = TorchBackend(), [(1, 1), (1, 2)]
     try:
@@ -153,7 +159,7 @@ def _tried_cupy(like: Buffer) -> Backend | None:
 
 
 def _check(rows: Sequence[Row], sources: Sequence[Buffer], targets: Sequence[Buffer]) -> int:
-    """Check the arguments of :meth:`Backend.combine`; returns the length of the buffers."""
+    """Check the arguments of :meth:`Backend.combine`, and return the length of the buffers."""
     if not targets or len(rows) != len(targets) or any(len(row) != len(sources) for row in rows):
         raise ValueError(
             f"found {len(rows)} rows of {sorted({len(row) for row in rows})} coefficients for "
@@ -178,10 +184,11 @@ def _check(rows: Sequence[Row], sources: Sequence[Buffer], targets: Sequence[Buf
 def combine_ragged(
     backend: Backend, rows: Sequence[Row], sources: Sequence[Buffer], targets: Sequence[Buffer]
 ) -> None:
-    """:meth:`Backend.combine` for sources that may be shorter than the targets, as if zero-padded.
+    """Do :meth:`Backend.combine` with sources that may be shorter than the targets and count as
+    zero-padded.
 
-    Only the cell in which a source ends is copied, and only if coefficients above 1 require
-    complete cells.
+    Only the cell (512 KiB unit) in which a source ends is copied and padded, and only if
+    coefficients above 1 require complete cells.
 
     Raises:
         ValueError: a source is longer than the targets.
@@ -201,10 +208,10 @@ def combine_ragged(
 
 
 class ChunkedBackend(Backend):
-    """Base of backends for libraries of elementwise operations.
+    """Base class of backends that use a library of elementwise operations.
 
-    It cuts buffers into chunks, so that a target's chunk stays in the cache from the first XOR to
-    the last. All sources and the target then pass through the processor only once.
+    Buffers are processed in chunks, so that a target's chunk stays in the cache from the first
+    XOR to the last. Sources and targets are then read from memory only once.
     """
 
     def _combine(
@@ -243,7 +250,7 @@ class ChunkedBackend(Backend):
     def run(
         self, steps: tuple[PacketStep, ...], sources: Sequence[Buffer], targets: Sequence[Buffer]
     ) -> None:
-        """Execute a program on buffers of equal length, a few cells at a time."""
+        """Execute packet steps on buffers of equal length, a few cells at a time."""
         nbytes = len(targets[0])
         width, views = self._words([*sources, *targets], nbytes)
         cells = nbytes // CELL_BYTES
@@ -281,7 +288,8 @@ class ChunkedBackend(Backend):
 
     @abstractmethod
     def _chunk_bytes(self, target: Buffer) -> int:
-        """Size of a target's chunk that stays in the cache while the sources are read."""
+        """Return the size of a target's chunk that stays in the cache while the sources are
+        read."""
 
     @abstractmethod
     def _xor(self, left: Any, right: Any, out: Any) -> None: ...
@@ -290,9 +298,10 @@ class ChunkedBackend(Backend):
     def _copy(self, source: Any, out: Any) -> None: ...
 
 
-# Threads of a block; with coefficients above 1, also the columns of a cell that it processes. The
-# kernels declare it to the compiler. HIP's compilers otherwise assume blocks of 1,024 threads. That
-# leaves 128 registers for each thread, so accumulators of three or more targets are spilled.
+# Threads of a block; with coefficients above 1, also the number of a cell's columns that a block
+# processes. The kernels declare this number to the compiler: HIP's compilers otherwise assume
+# blocks of 1,024 threads, which leaves 128 registers for each thread, and the accumulators of
+# three or more targets are spilled.
 THREADS = 256
 
 NAME = "reft_combine"
@@ -319,7 +328,7 @@ _WORDS = {
 
 
 def find_launch_shape(rows: Sequence[Row], width: int, nbytes: int) -> tuple[int, tuple[int, int]]:
-    """Launch parameters of the kernel.
+    """Return the launch parameters of the kernel.
 
     Args:
         rows: coefficients.
@@ -327,8 +336,8 @@ def find_launch_shape(rows: Sequence[Row], width: int, nbytes: int) -> tuple[int
         nbytes: length of the buffers.
 
     Returns:
-        Number of blocks that have work (with fewer blocks, each processes several), and the
-        kernel's first two arguments, unsigned 64-bit integers.
+        Number of thread blocks for which there is work (if fewer are launched, each does the
+        work of several), and the kernel's first two arguments, unsigned 64-bit integers.
     """
     words = nbytes // width
     if not needs_packets(rows):
@@ -338,20 +347,20 @@ def find_launch_shape(rows: Sequence[Row], width: int, nbytes: int) -> tuple[int
 
 
 def _tiles(width: int) -> int:
-    """Blocks that share a cell."""
+    """Return the number of thread blocks that share a cell."""
     return PACKET_BYTES // width // THREADS
 
 
 @lru_cache(maxsize=256)
 def kernel_source(rows: tuple[Row, ...], width: int) -> str:
-    """Source of ``reft_combine`` for a coefficient matrix.
+    """Return the source of ``reft_combine`` for a coefficient matrix.
 
     The kernel's arguments are two numbers (see :func:`find_launch_shape`), then the sources and the
     targets as byte pointers.
 
     Args:
         rows: coefficients, one row for each target; no row is all zeros.
-        width: bytes of a word: 16, 8, 4, 2 or 1; all pointers are multiples of it.
+        width: size of a word in bytes: 16, 8, 4, 2 or 1; all pointers are aligned to it.
     """
     sources = range(len(rows[0]))
     pointers = [f"const unsigned char* __restrict__ s{j}" for j in sources]
@@ -366,7 +375,8 @@ def kernel_source(rows: tuple[Row, ...], width: int) -> str:
 
 
 def _plain_body(rows: Sequence[Row]) -> str:
-    """Body for plain XOR: m words of n bytes; the bytes after the last word are combined singly."""
+    """Return the kernel's body for plain XOR: m words in n bytes; the bytes after the last word
+    are combined singly."""
 
     def xor(row: Row, pattern: str, joint: str) -> str:
         terms = [pattern.format(j=j) for j, c in enumerate(row) if c]
@@ -394,7 +404,8 @@ def _plain_body(rows: Sequence[Row]) -> str:
 
 
 def _packet_body(rows: Sequence[Row], width: int) -> str:
-    """Body for packets: m complete cells and, if n is not 0, a last one with packets of n words."""
+    """Return the kernel's body for packets: m complete cells and, if n is not 0, a last cell
+    with packets of n words."""
     words = PACKET_BYTES // width
     bits = range(PACKETS)
     lines = [
@@ -433,7 +444,8 @@ def _accumulate(target: int, coefficient: int) -> list[str]:
 
 
 _BLOCKS_PER_PROCESSOR = 8
-_MOST_SOURCES = 200  # Largest number of buffers, because kernel arguments are limited to 4 KiB
+# Largest number of buffers in one launch, because kernel arguments are limited to 4 KiB
+_MOST_SOURCES = 200
 
 
 @cache
@@ -490,7 +502,7 @@ class CupyBackend(Backend):
                 f"most {_MOST_SOURCES} buffers: use smaller sharding groups"
             )
         with self._on_stream_of(targets[0]):
-            # Addresses are passed instead of CuPy arrays: converting a tensor by DLPack would run
+            # Pass addresses instead of CuPy arrays: converting tensors by DLPack would run
             # Python code under the GIL for every buffer of every chunk.
             addresses = [buffer.data_ptr() for buffer in (*sources, *targets)]
             width = gcd(16, *addresses)
@@ -502,7 +514,7 @@ class CupyBackend(Backend):
 
     @contextmanager
     def _on_stream_of(self, buffer: Buffer) -> Iterator[None]:
-        """Make CuPy use the caller's stream, so that no stream has to wait for another."""
+        """Make CuPy use the caller's stream, so that no two streams have to be synchronized."""
         vendor = find_vendor(buffer.device)
         assert vendor is not None  # CuPy supports only devices with a vendor
         stream = vendor.module.current_stream(buffer.device)
@@ -510,7 +522,8 @@ class CupyBackend(Backend):
             yield
 
     def _wrapped(self, stream: Any) -> Any:
-        """Wrap a torch stream for CuPy: by the stream protocol (CuPy 14), or else by address."""
+        """Wrap a torch stream for CuPy, by the stream protocol (since CuPy 14) or by the
+        stream's address."""
         if hasattr(self._cupy.cuda.Stream, "from_external") and hasattr(stream, "__cuda_stream__"):
             return self._cupy.cuda.Stream.from_external(stream)
         return self._cupy.cuda.ExternalStream(stream.cuda_stream)
@@ -518,10 +531,10 @@ class CupyBackend(Backend):
 
 @cache
 def _processors(device: int) -> int:
-    """Number of multiprocessors (AMD: compute units).
+    """Return the number of multiprocessors (AMD: compute units).
 
-    ``Device.attributes`` lacks it on AMD's devices, because CuPy uses the attribute numbers of an
-    old HIP release (CuPy's issue 7676, open in 2026).
+    ``Device.attributes`` lacks this number on AMD's devices, because CuPy uses the attribute
+    numbers of an old HIP release (CuPy's issue 7676, open in 2026).
     """
     return int(_usable_cupy().cuda.runtime.getDeviceProperties(device)["multiProcessorCount"])
 
@@ -546,7 +559,7 @@ class NumpyBackend(ChunkedBackend):
         return np.zeros(nbytes, dtype=np.uint8)
 
     def _words(self, buffers: Sequence[Bytes], nbytes: int) -> tuple[int, list[Any]]:
-        # Wider words were measured to be no faster, and NumPy copies unaligned ones.
+        # Wider words were measured to be no faster, and NumPy copies them if they are unaligned.
         return 1, list(buffers)
 
     def _chunk_bytes(self, target: Bytes) -> int:
@@ -601,12 +614,12 @@ Run = Callable[[tuple[PacketStep, ...], Sequence[Bytes], Sequence[Bytes]], None]
 
 @lru_cache(maxsize=1)
 def compiled_run() -> Run | None:
-    """The compiled function that executes steps on contiguous buffers of equal length.
+    """Return the compiled function that executes steps on contiguous buffers of equal length.
 
-    It releases the GIL. NumPy's version is about two thirds as fast.
+    The function releases the GIL. Without it, NumPy's version is about two thirds as fast.
 
     Returns:
-        None if it was not compiled.
+        The function; None if it was not compiled.
     """
     try:
         run_steps = compiled("reft.protect._packets", "reft_run_steps")
@@ -630,7 +643,7 @@ def compiled_run() -> Run | None:
 
 @lru_cache(maxsize=256)
 def _table(steps: tuple[PacketStep, ...]) -> npt.NDArray[np.int64]:
-    """The steps as an array of ``struct Step`` of ``packets.cpp``, one row each."""
+    """Return the steps as an array of ``struct Step`` of ``packets.cpp``, one row each."""
     return np.array([(*s.target, s.count, *s.left, *(s.right or (-1, 0))) for s in steps], np.int64)
 
 
@@ -645,7 +658,8 @@ def solve_ragged(
     Args:
         rows: coefficients of the sources, one row for each equation.
         matrix: coefficients of the targets; square and invertible.
-        sources: buffers, at most as long as the targets; shorter ones count as zero-padded.
+        sources: buffers that are at most as long as the targets; shorter ones count as
+            zero-padded.
         targets: buffers of equal length, a multiple of 128 bytes; overwritten.
 
     Raises:

@@ -1,23 +1,26 @@
-"""Protection schemes of the replicated section, all represented as lists of linear combinations.
+"""Protection schemes of the replicated section, all represented as lists of linear combinations
+of the group's data.
 
-A sharding group of D members cuts its image into D shards and every shard into equal *sub-blocks*.
-A member stores *pieces*: linear combinations over GF(2^8) of sub-blocks. A data block or a copy
-consists of one sub-block, a parity of several. The cost of a placement, its tolerance and the
-decoding of lost bytes are all derived from that list, never from a scheme's name (P4).
+A sharding group of D members cuts its image into D shards and every shard into equal
+*sub-blocks*. A member stores *pieces*: linear combinations over GF(2^8) of sub-blocks. A data
+block or a copy consists of one sub-block, a parity of several. The cost of a placement, the
+losses that it survives and the decoding of lost bytes are all derived from the list of pieces,
+never from a scheme's name (P4).
 
 All schemes belong to one family with a copies and k parities per stripe (:class:`Scheme`), on a
 ring:
 
-- position d holds shard d and the shards d+1 .. d+a, which it cuts from its own replica;
-- stripe s takes one sub-block of every shard that has no copy at the positions of its parities, and
-  its parity r is at position s+r.
+- the member at position d stores shard d and the shards d+1 .. d+a, all copied from its own
+  replica;
+- stripe s (the data blocks that share parities) has its parity r at position s+r, and takes one
+  sub-block of every shard that has no copy at any of these positions.
 
-ARC is (a, 0), AEC is (0, 1), Reed-Solomon is (0, k), co-designed ARC+AEC is (1, 1), as in the REFT
-paper. Every loss of a+k members is recoverable. Proof: a shard is lost only together with a+1
-neighbours, none of which holds a parity of its stripes. So u unknown blocks of a stripe and p lost
-parities take at least u+a+p losses, and any u of a stripe's parities determine u of its blocks
-(:mod:`reft.protect.rs`). A plain combination of ARC and AEC lacks this property and survives only
-one loss; it is called ``naive``.
+As pairs (a, k): ARC is (a, 0), AEC is (0, 1), Reed-Solomon is (0, k), and the REFT paper's
+co-designed ARC+AEC is (1, 1). Every loss of a+k members is recoverable. Proof: a shard is lost
+only together with a+1 neighbours, none of which holds a parity of its stripes. So u unknown
+blocks of a stripe and p lost parities take at least u+a+p losses, and any u of a stripe's
+parities determine u of its blocks (:mod:`reft.protect.rs`). A combination of ARC and AEC whose
+stripes ignore where the copies are survives only one loss for certain; it is called ``naive``.
 """
 
 from __future__ import annotations
@@ -44,12 +47,14 @@ _PART = re.compile(r"(?:(arc)(?::([1-9]\d?))?|(aec)|(rs):([1-9]\d?))")
 
 @dataclass(frozen=True)
 class Scheme:
-    """A protection scheme of the family."""
+    """A protection scheme of this family: numbers of copies and parities."""
 
-    copies: int = 0  # Additional copies of every shard (ARC offsets 1..a)
-    parities: int = 0  # Parities of every stripe (1: AEC; more: Reed-Solomon)
-    # True if stripes avoid the positions of the copies, so that the tolerance is the sum of both.
-    # False for the naive combination.
+    # Number a of additional copies of every shard; copy i is on the member i positions before
+    # the owner on the ring (ARC)
+    copies: int = 0
+    parities: int = 0  # Number k of parities of every stripe (1: AEC; more: Reed-Solomon)
+    # True if stripes avoid the positions of the copies, so that losses of copies + parities
+    # members are survived. False for the naive combination.
     designed: bool = True
 
     @classmethod
@@ -79,7 +84,8 @@ class Scheme:
 
     @property
     def gap(self) -> int:
-        """Number of ring positions, beginning with the stripe's, whose shards it does not use."""
+        """Number of consecutive ring positions, beginning with a stripe's own, whose shards the
+        stripe does not use."""
         return self.parities + (self.copies if self.designed and self.parities else 0)
 
     @property
@@ -88,7 +94,9 @@ class Scheme:
         return max(self.gap, self.copies) + 1 if self.parities or self.copies else 1
 
     def why_no_room(self, size: int) -> str | None:
-        """Why the scheme is impossible in a group of ``size`` members; None if it is possible."""
+        """Return why the scheme is impossible in a group of ``size`` members; None if it is
+        possible.
+        """
         if size < self.least_members:
             return f"needs at least {self.least_members} data-parallel members, found {size}"
         if self.parities > 1 and size - self.gap + self.parities > FIELD_SIZE:
@@ -99,18 +107,19 @@ class Scheme:
         """Check that the scheme is possible in a group of ``size`` members.
 
         Raises:
-            ConfigError: it is impossible.
+            ConfigError: the scheme is impossible.
         """
         if why := self.why_no_room(size):
             raise ConfigError(f"protection {self} is not possible here: {why}")
 
     @property
     def certain_losses(self) -> int:
-        """Number of members whose loss is always survived, by the proof above."""
+        """Number of members of which any may be lost, by the proof in this module's docstring."""
         return self.copies + self.parities if self.designed else max(self.copies, self.parities)
 
     def share(self, size: int) -> Fraction:
-        """Fraction of the image that a member stores: its shard, copies and parities.
+        """Return the fraction of the replicated section that a member stores: its shard, copies
+        and parities.
 
         This is (a+1)/D + k/(D(D-k)); in a co-designed scheme, the second term is k/(D(D-a-k)).
         """
@@ -128,9 +137,9 @@ class Scheme:
 
 @dataclass(frozen=True, slots=True)
 class CodeTerm:
-    """A stored piece: the sum of coefficient · sub-block."""
+    """A stored piece: the sum of coefficient · sub-block over ``terms``."""
 
-    index: int  # Position in `Code.pieces`
+    index: int  # Index in `Code.pieces`
     member: int  # dp index of the member that stores it
     # (sub-block, coefficient) pairs; one pair with coefficient 1 is the sub-block itself
     terms: tuple[tuple[int, int], ...]
@@ -146,9 +155,11 @@ class Code:
 
     scheme: Scheme
     ring: tuple[int, ...]  # Members in ring order
-    # Sub-blocks of a shard. Sub-block ``d * splits + j`` is the j-th of member d's shard.
+    # Number of sub-blocks of a shard. Sub-block ``d * splits + j`` is the j-th of member d's
+    # shard.
     splits: int
-    pieces: tuple[CodeTerm, ...]  # All stored pieces, by member; a member's own data first
+    # All stored pieces, sorted by member; a member's own data comes first
+    pieces: tuple[CodeTerm, ...]
 
     @property
     def size(self) -> int:
@@ -159,7 +170,7 @@ class Code:
         return self.size * self.splits
 
     def owner_of(self, sub_block: int) -> int:
-        """Member to whose shard a sub-block belongs."""
+        """Return the member to whose shard a sub-block belongs."""
         return sub_block // self.splits
 
     @cached_property
@@ -191,7 +202,7 @@ class Code:
         return tuple(map(tuple, found))
 
     def pieces_of(self, member: int) -> tuple[CodeTerm, ...]:
-        """The pieces that a member stores."""
+        """Return the pieces that a member stores."""
         return self._by_member[member]
 
 
@@ -224,7 +235,8 @@ def make_code(scheme: Scheme, ring: Sequence[int]) -> Code:
 def _parities(
     scheme: Scheme, ring: Sequence[int], position: int
 ) -> Iterator[tuple[tuple[int, int], ...]]:
-    """The parities at a position: for each r, parity r of the stripe that begins r before it.
+    """Yield the parities that a ring position stores: for each r, parity r of the stripe that
+    begins r positions earlier.
 
     Column j of a stripe is sub-block j of the shard ``gap + j`` positions after the stripe.
     """
@@ -237,17 +249,18 @@ def _parities(
 
 SCHEMES = ("none", "auto", "arc", "aec", "rs", "arc+aec", "arc+rs")
 KEYS = ("scheme", "copies", "parities", "recompute")
-_MOST = 99  # Largest number of copies or parities in the short form, which has two digits
+_MOST = 99  # Largest number of copies or parities in the short form, which allows two digits
 
 
 def short_form(protection: Any) -> Any:
-    """Convert a protection that is written as a mapping to the short form.
+    """Convert a protection that is written as a mapping to the short form, such as
+    ``arc:2+aec``.
 
     Args:
-        protection: a mapping with these keys; other values are returned unchanged.
-            ``scheme``: one of :data:`SCHEMES`. ``copies``: copies of every shard, with ``arc``;
-            default 1. ``parities``: parities of every stripe, with ``rs``. ``recompute``: whether
-            ring peers recompute ZeRO partitions (``+aor``).
+        protection: a mapping with the following keys; anything but a mapping is returned
+            unchanged. ``scheme``: one of :data:`SCHEMES`. ``copies``: copies of every shard,
+            with ``arc``; default 1. ``parities``: parities of every stripe, with ``rs``.
+            ``recompute``: whether ring peers recompute ZeRO partitions (``+aor``).
 
     Raises:
         ValueError: a key or value is invalid.
@@ -280,7 +293,7 @@ def short_form(protection: Any) -> Any:
             count = mapping[key]
             if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= _MOST:
                 raise ValueError(f'"{key}" is {count!r}; write a whole number from 1 to {_MOST}')
-            # The number is always written, also if it is 1
+            # Write the number even if it is 1
             parts[parts.index(part)] = f"{part}:{count}"
         elif part == "rs":
             raise ValueError(
@@ -311,12 +324,14 @@ _MOST_NAMED = 8
 class LinearSystem:
     """Unknown sub-blocks and the parities that link them."""
 
-    unknown: tuple[int, ...]  # Sub-blocks, the columns
-    parities: tuple[int, ...]  # Pieces, the rows; plain XOR first, so that decoding prefers it
+    unknown: tuple[int, ...]  # Sub-blocks to solve for; the columns of ``matrix``
+    # Indices of parity pieces; the rows of ``matrix``. Plain-XOR parities come first, so that
+    # decoding prefers them
+    parities: tuple[int, ...]
     matrix: Matrix  # Coefficients, shape (parities, unknown), uint8
 
     def solve(self) -> dict[int, dict[int, int]]:
-        """For each unknown that can be solved for, the coefficients of the parities."""
+        """Return, for each unknown that can be solved for, the coefficient of each parity used."""
         rows, columns = self.matrix.shape
         reduced, pivots = reduce_rows(
             np.hstack([self.matrix, np.eye(rows, dtype=np.uint8)]), columns
@@ -337,8 +352,8 @@ def take_apart(
 
     Args:
         code: the layout.
-        unknown: sub-blocks without a usable copy; every other sub-block has one.
-        usable: whether a piece (by index) is available.
+        unknown: sub-blocks without a usable copy; all other sub-blocks have one.
+        usable: function that returns whether the piece with an index is available.
     """
     leader = {block: block for block in unknown}
 
@@ -360,7 +375,7 @@ def take_apart(
     for p in equations:
         rows[find(next(iter(linked[p])))].append(p)
     for root, blocks in columns.items():
-        # Plain XOR comes first, because the solver prefers the first rows as pivots.
+        # Plain XOR comes first, because the solver takes the first rows as pivots if it can.
         ordered = sorted(
             rows[root], key=lambda p: (any(c != 1 for _, c in code.pieces[p].terms), p)
         )
@@ -371,7 +386,8 @@ def take_apart(
 def plan_decode(
     code: Code, *, bad: Collection[int], wanted: Collection[int]
 ) -> dict[int, tuple[tuple[int, int], ...]]:
-    """Plan the decoding of sub-blocks. Copies are preferred to parities, XOR to other combinations.
+    """Plan the decoding of sub-blocks. Copies are preferred to parities, and XOR to other
+    combinations.
 
     Args:
         code: the layout.
@@ -385,7 +401,7 @@ def plan_decode(
         UnrecoverableError: a sub-block cannot be decoded.
     """
     avoided = set(bad)
-    source: dict[int, int] = {}  # For every available sub-block, the piece to read it from
+    source: dict[int, int] = {}  # Piece to read each available sub-block from
     for block, holders in enumerate(code.holders):
         first = next((p for p in holders if p not in avoided), None)
         if first is not None:
@@ -418,9 +434,9 @@ def plan_decode(
 
 
 def survives(code: Code, lost: Collection[int]) -> bool:
-    """Whether the image can be recovered without the ``lost`` members.
+    """Return whether the image can be recovered without the ``lost`` members.
 
-    It tests the rank of each independent system of unknown sub-blocks.
+    The test computes the rank of each independent system of unknown sub-blocks.
     """
     gone = set(lost)
     if len(gone) >= code.size:
@@ -441,16 +457,17 @@ def fatal_loss(
     gone: Collection[int] = (),
     most: int | None = None,
 ) -> tuple[str, ...]:
-    """The first of the smallest sets of nodes whose loss cannot be recovered.
+    """Return a smallest set of nodes whose loss cannot be recovered, the first one found.
 
     Args:
         code: the layout.
-        nodes: node of each member; members of one node are lost together. None for one node each.
+        nodes: node of each member; members of one node are lost together. None if every member
+            has its own node.
         gone: members that are lost already.
-        most: only sets of fewer nodes are tested; None for no limit.
+        most: test only sets of fewer nodes than this; None for no limit.
 
     Returns:
-        All remaining nodes if no tested set is fatal.
+        The names of the nodes; all remaining nodes if no tested set is fatal.
     """
     where = tuple(nodes) if nodes is not None else tuple(f"member{m}" for m in range(code.size))
     if len(where) != code.size:
@@ -458,8 +475,8 @@ def fatal_loss(
             f"found {len(where)} nodes for a group of {code.size}; expected one per member"
         )
     distinct = sorted({where[m] for m in range(code.size) if m not in gone}, key=where.index)
-    # A code is symmetric under rotation of its ring. If each member has its own node, only sets
-    # that contain ring[0] must be tested.
+    # A code is symmetric under rotation of its ring. So if each member has its own node, it is
+    # enough to test sets that contain ring[0].
     pinned = where[code.ring[0]] if len(distinct) == code.size else None
     for count in range(len(distinct) if most is None else min(most, len(distinct))):
         for dead in combinations(distinct, count):
@@ -472,7 +489,9 @@ def fatal_loss(
 
 
 def tolerance(code: Code, nodes: Sequence[str] | None = None) -> int:
-    """Largest t such that *every* loss of t nodes is recoverable; less than all of the nodes."""
+    """Return the largest t such that *every* loss of t nodes is recoverable; always less than
+    the number of nodes.
+    """
     return len(fatal_loss(code, nodes)) - 1
 
 
@@ -486,8 +505,8 @@ class CodedBlock:
     key: BlockKey  # Identity; a parity block belongs to the member that computes and stores it
     start_bytes: int  # Offset in the replicated image, or in the member's parity image
     nbytes: int  # Length; for a parity with padding, a multiple of 128
-    # For a parity, its replicated blocks with their coefficients. They may be shorter than the
-    # parity, as if padded with zeros.
+    # For a parity, the replicated blocks that it sums up, with their coefficients; shorter
+    # blocks count as zero-padded.
     terms: tuple[tuple[BlockKey, int], ...] = ()
 
 
@@ -501,27 +520,28 @@ class BlockCode:
 
     @cached_property
     def sub_block_bytes(self) -> int:
-        """Length of a sub-block, padded to eight packets of 16-byte words
-        (:mod:`reft.protect.rs`)."""
+        """Length of a sub-block in bytes, padded to a multiple of 128 (eight packets of 16-byte
+        words, :mod:`reft.protect.rs`)."""
         return aligned(-(-self.nbytes // self.code.sub_blocks), GRAIN_BYTES)
 
     def range_of(self, sub_block: int) -> tuple[int, int]:
-        """Byte range [start, stop) of a sub-block, without padding; empty beyond the section."""
+        """Return the byte range [start, stop) of a sub-block, without padding; empty beyond the
+        end of the section."""
         start, stop = sub_block * self.sub_block_bytes, (sub_block + 1) * self.sub_block_bytes
         return min(start, self.nbytes), min(stop, self.nbytes)
 
     def piece_bytes(self, piece: CodeTerm) -> int:
-        """Length of a stored piece: without padding for data, aligned for a parity."""
+        """Return the length of a stored piece: without padding for data, aligned for a parity."""
         longest = max(stop - start for start, stop in (self.range_of(b) for b, _ in piece.terms))
         return longest if piece.is_data else aligned(longest, GRAIN_BYTES)
 
     @cached_property
     def rows(self) -> int:
-        """Blocks of a full sub-block."""
+        """Number of blocks in a full sub-block."""
         return max(1, -(-self.sub_block_bytes // self.block_bytes))
 
     def data(self, member: int) -> tuple[CodedBlock, ...]:
-        """The blocks of a member's shard, in order of their offsets."""
+        """Return the blocks of a member's shard, in order of their offsets."""
         splits = self.code.splits
         return tuple(
             CodedBlock(self.data_key(b, row), start, nbytes)
@@ -530,12 +550,14 @@ class BlockCode:
         )
 
     def stores_copy(self, member: int, key: BlockKey) -> bool:
-        """Whether a member stores a copy of a replicated block (a parity of one block is one)."""
+        """Return whether a member stores a copy of a replicated block. A parity of a single
+        block counts as a copy.
+        """
         terms = ((self.place_of(key)[0], 1),)
         return any(piece.terms == terms for piece in self.code.pieces_of(member))
 
     def parities(self, member: int) -> tuple[CodedBlock, ...]:
-        """The parity blocks that a member computes and stores."""
+        """Return the parity blocks that a member computes and stores."""
         return tuple(
             block for piece in self._parity_pieces(member) for block in self._parity_blocks(piece)
         )
@@ -545,16 +567,20 @@ class BlockCode:
         return BlockKey(Section.REPLICATED, member, j * self.rows + row)
 
     def place_of(self, key: BlockKey) -> tuple[int, int]:
-        """Sub-block and row of a replicated block."""
+        """Return the sub-block that a replicated block belongs to, and the block's row (index)
+        in it."""
         j, row = divmod(key.index, self.rows)
         return key.member * self.code.splits + j, row
 
     def nbytes_of(self, piece: CodeTerm, row: int) -> int:
-        """Length of a piece's block in a row of blocks; 0 if it has none, which means zeros."""
+        """Return the length of a piece's block with index ``row``; 0 if the piece is shorter,
+        which then counts as zeros.
+        """
         return max(0, min(self.block_bytes, self.piece_bytes(piece) - row * self.block_bytes))
 
     def key_of(self, piece: CodeTerm, row: int) -> BlockKey | None:
-        """The block of a stored piece in a row of blocks; None if the piece has none."""
+        """Return the key of a stored piece's block with index ``row``; None if the piece is
+        shorter."""
         if not self.nbytes_of(piece, row):
             return None
         if piece.is_data:
@@ -585,13 +611,13 @@ class BlockCode:
             yield row, at, min(self.block_bytes, stop - at)
 
     def describe(self) -> str:
-        """The code as one line without the section's size, for :func:`parse_block_code`."""
+        """Return the code as one line without the section's size, for :func:`parse_block_code`."""
         ring = ",".join(map(str, self.code.ring))
         return f"{self.code.scheme};{ring};{self.block_bytes}"
 
 
 def parse_block_code(text: str, nbytes: int) -> BlockCode:
-    """Inverse of :meth:`BlockCode.describe`.
+    """Parse the output of :meth:`BlockCode.describe`.
 
     Args:
         text: the line.
@@ -611,10 +637,11 @@ def parse_block_code(text: str, nbytes: int) -> BlockCode:
 
 
 def pack_checksums(checksums: Iterable[int]) -> bytes:
-    """Content of a CHECKSUMS block: one little-endian uint64 for each replicated block."""
+    """Return the content of a CHECKSUMS block: one little-endian uint64 for each replicated
+    block."""
     return np.array([*checksums], "<u8").tobytes()
 
 
 def unpack_checksums(data: bytes | memoryview) -> tuple[int, ...]:
-    """Inverse of :func:`pack_checksums`."""
+    """Decode the output of :func:`pack_checksums`."""
     return tuple(np.frombuffer(data, "<u8").tolist())

@@ -1,13 +1,14 @@
 """Redundant placement on the ring of a sharding group, and the tolerance that follows from it.
 
-- ARC (REFT paper, asynchronous redundant copying): member d keeps its own shard and the shards of
-  its k ring successors. It cuts all of them from its own replica, so no bytes cross the network.
+- ARC (REFT paper, asynchronous redundant copying): member d keeps its own shard and the shards
+  of its k ring successors. All of them are copied from the member's own replica, so no bytes
+  cross the network.
 - ``peer`` (Gemini): state that only one member owns (its ZeRO partition, its host state) is sent to
   its k ring predecessors.
 
-Both have the same holders, so one map serves for both. Under an erasure code, parities replace the
-copies of replicated state. State that only one member owns is still copied, to as many peers as the
-code survives losses.
+Both place a member's bytes on the same holders, so one map serves for both. Under an erasure
+code, parities replace the copies of replicated state. State that only one member owns is still
+copied, to as many peers as the number of losses that the code survives.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from reft.protect.codes import Code, Scheme, fatal_loss, make_code
 class GroupPlacement:
     """Placement of the members' bytes in one sharding group."""
 
-    ring: tuple[int, ...]  # Members in ring order; a member's copies are on its predecessors
+    # Members in ring order; copies of a member's bytes are on its predecessors
+    ring: tuple[int, ...]
     copies: int  # Redundant copies of every shard (k)
     parities: int = 0  # Parities of every stripe of the replicated section; 0 for no erasure code
 
@@ -38,21 +40,23 @@ class GroupPlacement:
         return Scheme(self.copies, self.parities)
 
     def code(self) -> Code:
-        """The code of the replicated section.
+        """Return the code of the replicated section.
 
         Raises:
-            ConfigError: the group is too small.
+            ConfigError: the group is too small for the scheme.
         """
         return make_code(self.scheme, self.ring)
 
     def kept_by(self, member: int) -> tuple[int, ...]:
-        """Members whose own bytes ``member`` keeps: itself first, then its ring successors."""
+        """Return members whose own bytes ``member`` keeps: itself first, then its ring
+        successors."""
         at = self.ring.index(member)
         return tuple(self.ring[(at + i) % self.size] for i in range(self._span))
 
     def holders_of(self, member: int) -> tuple[int, ...]:
-        """Members that keep the own bytes of ``member``: itself first, then its ring
-        predecessors."""
+        """Return members that keep the own bytes of ``member``: itself first, then its ring
+        predecessors.
+        """
         at = self.ring.index(member)
         return tuple(self.ring[(at - i) % self.size] for i in range(self._span))
 
@@ -62,7 +66,8 @@ class GroupPlacement:
 
 
 def place_group(nodes: Sequence[str], copies: int, parities: int = 0) -> GroupPlacement:
-    """Place a sharding group.
+    """Choose the ring order of a sharding group, so that neighbours are on different nodes if
+    possible.
 
     Args:
         nodes: node of each member.
@@ -75,17 +80,17 @@ def place_group(nodes: Sequence[str], copies: int, parities: int = 0) -> GroupPl
 def fatal_nodes(
     nodes: Sequence[str], placement: GroupPlacement, gone: Collection[int] = ()
 ) -> tuple[str, ...]:
-    """A smallest set of nodes whose loss destroys bytes of the group (P4).
+    """Return a smallest set of nodes whose loss destroys bytes of the group (P4).
 
-    It is computed from the real nodes, not from the scheme's name. State that only one member owns
-    is lost with all its holders. For replicated state under an erasure code, the rank of the
-    remaining equations is tested, except in two cases with a known result:
+    The set is computed from the real nodes, not from the scheme's name. State that only one
+    member owns is lost if all its holders are lost. For replicated state under an erasure code,
+    the rank of the remaining equations is tested, except in two cases with a known result:
 
-    - If each member has its own node, no set smaller than all holders of a member is fatal, because
-      there are more holders than losses that are always survived
+    - If each member has its own node, no set smaller than the holders of one member is fatal,
+      because a member has more holders than the number of losses that are always survived
       (:attr:`reft.protect.codes.Scheme.certain_losses`).
     - Under parities alone, every member has a piece of every stripe. A loss is therefore fatal
-      exactly if it takes more members than there are parities.
+      exactly if more members are lost than a stripe has parities.
 
     Args:
         nodes: node of each member.
@@ -93,7 +98,8 @@ def fatal_nodes(
         gone: members that are lost already.
 
     Returns:
-        The nodes; empty if the loss of ``gone`` was fatal.
+        The nodes; empty if the group cannot be recovered even now, without the members in
+        ``gone``.
 
     Raises:
         ConfigError: the group is too small for the erasure code.
@@ -115,7 +121,7 @@ def fatal_nodes(
 
 
 def _fullest(nodes: Sequence[str], members: int) -> tuple[str, ...]:
-    """The fewest nodes that hold more than ``members`` members; all nodes if none do."""
+    """Return the fewest nodes that hold more than ``members`` members; all nodes if none do."""
     found: list[str] = []
     for node in sorted(set(nodes), key=lambda n: (-nodes.count(n), nodes.index(n))):
         if sum(nodes.count(n) for n in found) > members:
@@ -127,10 +133,10 @@ def _fullest(nodes: Sequence[str], members: int) -> tuple[str, ...]:
 def tolerance_left(
     nodes: Sequence[str], placement: GroupPlacement, gone: Collection[int] = ()
 ) -> int:
-    """Largest f such that the group survives *every* loss of f further nodes (P4).
+    """Return the largest f such that the group survives *every* loss of f further nodes (P4).
 
-    It is 0 if members share a node with their copies. The loss of all nodes of a group is never
-    survived.
+    The result is 0 if members share a node with their copies. A group never survives the loss of
+    all its nodes.
 
     Args:
         nodes: node of each member.
@@ -138,13 +144,14 @@ def tolerance_left(
         gone: members that are lost already.
 
     Returns:
-        -1 if the group is not recoverable now.
+        The number f; -1 if the group cannot be recovered even now.
     """
     return len(fatal_nodes(nodes, placement, gone)) - 1
 
 
 def tolerance(topology: Topology, copies: int, parities: int = 0) -> int:
-    """Simultaneous node losses that every sharding group of the job survives.
+    """Return the number of simultaneous node losses that every sharding group of the job
+    survives.
 
     Raises:
         ConfigError: the groups are too small for the scheme.
@@ -153,7 +160,7 @@ def tolerance(topology: Topology, copies: int, parities: int = 0) -> int:
 
 
 def fatal(topology: Topology, copies: int, parities: int = 0) -> tuple[str, ...]:
-    """A smallest set of nodes whose loss some sharding group of the job does not survive.
+    """Return a smallest set of nodes whose loss some sharding group of the job does not survive.
 
     Raises:
         ConfigError: the groups are too small for the scheme.
@@ -168,9 +175,10 @@ def fatal(topology: Topology, copies: int, parities: int = 0) -> tuple[str, ...]
 
 
 def group_patterns(topology: Topology) -> tuple[tuple[str, ...], ...]:
-    """Nodes of one sharding group for each distinct pattern in which members share nodes.
+    """Return the nodes of one sharding group for each distinct pattern in which members share
+    nodes.
 
-    Tolerance depends only on that pattern, and most groups of a job have the same.
+    Tolerance depends only on this pattern, and most groups of a job have the same one.
     """
     found: dict[tuple[int, ...], tuple[str, ...]] = {}
     for group in topology.groups():
@@ -180,9 +188,10 @@ def group_patterns(topology: Topology) -> tuple[tuple[str, ...], ...]:
 
 
 def surviving_schemes(topology: Topology) -> tuple[Scheme, ...]:
-    """The cheapest schemes that survive the loss of any node, if members of a group share nodes.
+    """Return the cheapest schemes that survive the loss of any node in a job whose group members
+    share nodes.
 
-    Three schemes are tested: copies, copies with parities, and parities alone.
+    Three kinds of schemes are tested: copies, copies with parities, and parities alone.
     """
     together = max(nodes.count(node) for nodes in group_patterns(topology) for node in set(nodes))
     tried = (Scheme(1), Scheme(1, 1), Scheme(0, together))
@@ -190,12 +199,14 @@ def surviving_schemes(topology: Topology) -> tuple[Scheme, ...]:
     return tuple(s for s in fitting if tolerance(topology, s.copies, s.parities))
 
 
-LEAST_ARENAS = 2  # One for the committed version, one for the version being written (P3)
+# Fewest arenas of a rank: one for the committed version, one for the version being written (P3)
+LEAST_ARENAS = 2
 
 
 @dataclass(frozen=True)
 class ProtectionLevel:
-    """A level of protection: redundancy, and number of versions kept by each rank."""
+    """A level of protection: the scheme, and the number of versions (arenas) that each rank
+    keeps."""
 
     scheme: Scheme
     arenas: int
@@ -205,11 +216,11 @@ class ProtectionLevel:
 
 
 def ladder(scheme: Scheme, arenas: int, members: int) -> tuple[ProtectionLevel, ...]:
-    """Levels of protection, from the requested one down to the cheapest.
+    """Return the levels of protection, from the requested one down to the cheapest.
 
     Args:
         scheme: requested scheme.
-        arenas: requested number of versions.
+        arenas: requested number of versions that each rank keeps.
         members: size of the sharding groups.
     """
     levels = [ProtectionLevel(scheme, count) for count in range(arenas, LEAST_ARENAS, -1)]
@@ -218,10 +229,11 @@ def ladder(scheme: Scheme, arenas: int, members: int) -> tuple[ProtectionLevel, 
 
 
 def _cheaper(scheme: Scheme, members: int) -> Iterator[Scheme]:
-    """Schemes in decreasing order of memory.
+    """Yield schemes that need less memory than ``scheme``, in decreasing order of memory.
 
-    Each keeps less of the replicated section than the previous one, and no more copies of owned
-    state. Among these, the one that survives most losses comes next, then the most expensive one.
+    Each next scheme stores less of the replicated section than the previous one, and no more
+    copies of owned state. Of several such schemes, it is the one that survives most losses, and
+    of these the one that needs most memory.
     """
     losses = scheme.copies + scheme.parities
     while True:
@@ -252,7 +264,7 @@ _PRECISION = 1e-9
 
 @dataclass(frozen=True)
 class Weibull:
-    """One cause of failure of a node.
+    """Weibull distribution of the time to a node's failure from one cause.
 
     The λ of the published form exp(-λ t^c) is ``scale_secs ** -shape``."""
 
@@ -267,27 +279,31 @@ class Weibull:
             raise ConfigError(f"found {self}; expected a positive scale and a positive shape")
 
     def survival(self, secs: float) -> float:
-        """Probability that a node still works after ``secs`` seconds."""
+        """Return the probability that a node still works after ``secs`` seconds."""
         return exp(-((max(0.0, secs) / self.scale_secs) ** self.shape))
 
 
 def node_survival(secs: float, causes: Sequence[Weibull]) -> float:
-    """q(t), probability that no cause has failed the node after ``secs`` seconds."""
+    """Return q(t), the probability that a node has not failed from any cause after ``secs``
+    seconds."""
     return prod(cause.survival(secs) for cause in causes)
 
 
 def losses_within(size: int, tolerance: int) -> tuple[int, ...]:
-    """Number of survived sets for each number of lost nodes, if exactly up to ``tolerance`` are."""
+    """Return, for each number of lost nodes, how many sets of that many nodes a group survives,
+    if it survives the loss of up to ``tolerance`` nodes and no more.
+    """
     return tuple(comb(size, j) if j <= tolerance else 0 for j in range(size + 1))
 
 
 def protected_survival(q: float, nodes: int, survived: Sequence[int]) -> float:
-    """P_reft, probability that all ``nodes / D`` groups survive, if each node does with ``q``.
+    """Return P_reft, the probability that all ``nodes / D`` groups survive if each node survives
+    with probability ``q``.
 
     Args:
         q: probability that a node survives.
         nodes: number of nodes.
-        survived: see :func:`losses_within`; D is its length minus 1.
+        survived: result of :func:`losses_within`; the group size D is its length minus 1.
     """
     size = len(survived) - 1
     if size < 1 or nodes % size:
@@ -299,15 +315,16 @@ def protected_survival(q: float, nodes: int, survived: Sequence[int]) -> float:
 def persist_interval_secs(
     target: float, causes: Sequence[Weibull], nodes: int, survived: Sequence[int]
 ) -> float:
-    """Advised interval between checkpoints on storage: the t at which P_reft(t) = ``target``.
+    """Return the advised interval between checkpoints on storage, in seconds: the t at which
+    P_reft(t) = ``target``.
 
-    During it, memory alone survives with at least that probability.
+    Within this time, memory alone survives with at least that probability.
 
     Args:
         target: probability between 0 and 1.
         causes: causes of failure of a node.
         nodes: number of nodes.
-        survived: see :func:`losses_within`.
+        survived: result of :func:`losses_within`.
 
     Raises:
         ConfigError: the target or the causes are invalid.

@@ -1,27 +1,28 @@
 """Reed-Solomon over GF(2^8): the coefficients, and products of buffers as XORs of packets.
 
-**Coefficients.** Parity r of a stripe is the sum of c[r][j]·B[j] over its data blocks j. For up to
-three parities, c[r][j] = 2^(r·j): the first parity is the plain XOR of AEC, the others cost about
-as much, and every square submatrix is regular for up to 255 blocks. More parities use a Cauchy
-matrix that is scaled so that its first row and column are 1.
+**Coefficients.** Parity r of a stripe is the sum of c[r][j]·B[j] over its data blocks j. For up
+to three parities, c[r][j] = 2^(r·j): the first parity is the plain XOR of AEC, each further one
+costs about as much, and every square submatrix is regular (invertible) for up to 255 blocks.
+More parities use a Cauchy matrix that is scaled so that its first row and column are 1.
 
-**Packets.** A field element is not a byte of the buffer, because that would need a table look-up or
-a chain of shifts for every byte. Instead, bit i of an element is in packet i. A buffer is a
-sequence of *cells* of 512 KiB. A cell has 8 packets of 64 KiB, and its elements are the columns
-through these packets. Multiplication by 2 is then a renaming of packets and three XORs of packets.
-A complete encoding consists of XORs of long contiguous ranges, which every device computes at
-memory speed. In a last, shorter cell, each packet is an eighth of the cell, so the length of a
-buffer must be a multiple of 128 bytes (8 packets of 16-byte words). Cells are independent: a range
-that starts at a cell boundary can be decoded alone.
+**Packets.** A field element is not stored as a byte of the buffer, because multiplication would
+then need a table look-up or a chain of shifts for every byte. Instead, a buffer is a sequence of
+*cells* of 512 KiB. A cell has 8 *packets* of 64 KiB; bit i of an element is in packet i, so the
+elements are the columns through the packets. Multiplication by 2 is then a renaming of packets
+and three XORs of packets. A complete encoding consists of XORs of long contiguous ranges, which
+every device computes at memory speed. In a last, shorter cell, each packet is an eighth of the
+cell, so the length of a buffer must be a multiple of 128 bytes (8 packets of 16-byte words).
+Cells are independent: a range that starts at a cell boundary can be decoded alone.
 
 **Programs.** The solution for a lost block, written as one combination of stored blocks, has
 arbitrary coefficients, which cost about 45 packet XORs for each term. The parities' own
-coefficients are ones and powers of two, which are cheap. If several blocks of a stripe are lost,
-each equation is therefore first reduced by its known blocks with the parities' own coefficients;
-the result is its *syndrome*. Then the small system is solved over the syndromes by Gauss-Jordan
-elimination, which adds a multiple of one to another, or scales one. All of this happens in the
-packets of the unknown blocks, without further buffers. Packets are never moved, but renamed, and
-the initial names are chosen so that the final ones are right.
+coefficients are ones and powers of two, with which multiplication is cheap. If several blocks of
+a stripe are lost, each equation is therefore first reduced by its known blocks with the
+parities' own coefficients; the result is its *syndrome*. Then the small system is solved over
+the syndromes by Gauss-Jordan elimination, which adds a multiple of one syndrome to another, or
+scales one. All of this happens in the memory of the unknown blocks, without further buffers.
+Packets are never moved, only renamed (interpreted as another bit of the element). The initial
+names are chosen so that at the end every packet has the name of its position.
 """
 
 from __future__ import annotations
@@ -54,17 +55,17 @@ LOG = {value: i for i, value in enumerate(EXP)}
 
 
 def power(exponent: int) -> int:
-    """2 to the power of ``exponent`` (any integer) in GF(2^8)."""
+    """Return 2 to the power of ``exponent`` (any integer) in GF(2^8)."""
     return EXP[exponent % ORDER]
 
 
 def multiply(a: int, b: int) -> int:
-    """Product of two elements."""
+    """Return the product of two field elements."""
     return EXP[(LOG[a] + LOG[b]) % ORDER] if a and b else 0
 
 
 def inverse(a: int) -> int:
-    """The multiplicative inverse of ``a``.
+    """Return the multiplicative inverse of the field element ``a``.
 
     Raises:
         ZeroDivisionError: ``a`` is 0.
@@ -81,9 +82,10 @@ TABLE.flags.writeable = False
 
 
 def reduce_rows(matrix: Matrix, columns: int | None = None) -> tuple[Matrix, tuple[int, ...]]:
-    """Reduced row echelon form.
+    """Return the reduced row echelon form of a matrix over GF(2^8).
 
-    Rows become pivots in the given order if possible, so preferred equations come first.
+    Pivot rows are chosen in the given order if possible, so the caller puts preferred equations
+    first.
 
     Args:
         matrix: shape (rows, columns), uint8; not modified.
@@ -114,15 +116,15 @@ def reduce_rows(matrix: Matrix, columns: int | None = None) -> tuple[Matrix, tup
 
 
 def rank(matrix: Matrix) -> int:
-    """Rank over GF(2^8) of a uint8 matrix."""
+    """Return the rank over GF(2^8) of a uint8 matrix."""
     return len(reduce_rows(matrix)[1])
 
 
 def bit_matrix(coefficient: int) -> tuple[tuple[int, ...], ...]:
-    """Multiplication by ``coefficient`` as XORs of bits.
+    """Return the multiplication by ``coefficient`` as XORs of bits.
 
     Returns:
-        For every bit i of the product, the bits of the factor whose XOR it is.
+        For every bit i of the product, the bits of the other factor whose XOR gives bit i.
     """
     products = [multiply(coefficient, 1 << bit) for bit in range(8)]
     return tuple(tuple(j for j in range(8) if products[j] >> i & 1) for i in range(8))
@@ -130,17 +132,18 @@ def bit_matrix(coefficient: int) -> tuple[tuple[int, ...], ...]:
 
 PACKETS = 8
 PACKET_BYTES = 64 * 2**10
-"""Large enough for the host's prefetchers; packets of one page halve the speed."""
+"""Size of a packet, large enough for the host's prefetchers; packets of one page halve the
+speed."""
 CELL_BYTES = PACKETS * PACKET_BYTES
-GRAIN_BYTES = PACKETS * 16  # Unit of the length of buffers in codes other than XOR
+GRAIN_BYTES = PACKETS * 16  # Buffers have a multiple of this length in codes other than XOR
 
 _POWER_ROWS = 3
 
 
 def parity_rows(parities: int, blocks: int) -> tuple[Row, ...]:
-    """Coefficients c[r][j] of the parities, as rows.
+    """Return the coefficients c[r][j] of the parities, one row for each parity.
 
-    Any ``parities`` losses among the blocks and the parities can be decoded (MDS).
+    If any ``parities`` of all blocks and parities are lost, they can be decoded (MDS).
 
     Args:
         parities: number of parities.
@@ -149,7 +152,8 @@ def parity_rows(parities: int, blocks: int) -> tuple[Row, ...]:
     Raises:
         ConfigError: the stripe exceeds the size of the field.
     """
-    if parities > 1 and (blocks > 255 or parities + blocks > 256):  # One parity is plain XOR
+    # A single parity is plain XOR and has no size limit
+    if parities > 1 and (blocks > 255 or parities + blocks > 256):
         raise ConfigError(
             f"a stripe of {blocks} blocks and {parities} parities exceeds GF(2^8): at most 255 "
             "blocks and 256 in all; use smaller sharding groups"
@@ -163,19 +167,21 @@ def parity_rows(parities: int, blocks: int) -> tuple[Row, ...]:
 
 
 def needs_packets(rows: Sequence[Row]) -> bool:
-    """Whether any coefficient is neither 0 nor 1."""
+    """Return whether any coefficient is neither 0 nor 1."""
     return any(c > 1 for row in rows for c in row)
 
 
 def ragged_ranges(
     sources: Sequence[Any], nbytes: int, step: int, zeros: Callable[[int], Any]
 ) -> Iterator[tuple[slice, list[int], list[Any]]]:
-    """Split targets into ranges, so that in each range every source is either complete or absent.
+    """Split targets into ranges, such that each source covers a range either completely or not
+    at all.
 
     Args:
         sources: buffers that may be shorter than the targets, as if zero-padded.
         nbytes: length of the targets.
-        step: unit of the ranges. The unit in which a source ends is copied and padded.
+        step: length in bytes of which every range is a multiple. The part of a source beyond its
+            last multiple is copied and padded.
         zeros: returns a new buffer of zeros.
 
     Yields:
@@ -201,12 +207,14 @@ _MOST_ORDERS = 24
 _MOST_TRIES = 16
 
 Operand = tuple[int, int]
-"""A packet: buffer and position in its cell. Buffers are the sources, then the targets."""
+"""A packet: index of the buffer, and position of the packet in a cell. Buffers are numbered with
+the sources first, then the targets."""
 
 
 @dataclass(frozen=True, slots=True)
 class PacketStep:
-    """Sets adjacent packets of one buffer to the XOR of two others, or to a copy of one."""
+    """Sets adjacent packets of one buffer to the XOR of two packet ranges, or to a copy of one
+    range."""
 
     target: Operand  # First packet written
     count: int  # Number of adjacent packets
@@ -216,14 +224,16 @@ class PacketStep:
 
 @dataclass(frozen=True, slots=True)
 class _Elimination:
-    """The solution of a system in place: equation r's buffer ends as ``unknown[r]``."""
+    """The steps that solve a linear system in place: the buffer of equation r finally contains
+    ``unknown[r]``."""
 
     unknown: tuple[int, ...]
-    operations: tuple[tuple[int, int, int], ...]  # (r, s, c) is r += c·s, or r *= c if r = s
+    # (r, s, c) means: buffer r += c · buffer s; or buffer r *= c if r = s
+    operations: tuple[tuple[int, int, int], ...]
 
     @property
     def cost(self) -> int:
-        """Number of packet XORs."""
+        """Number of packet XORs that the operations take."""
         return sum(
             len(_scaling(c)[1]) if r == s else sum(map(len, bit_matrix(c)))
             for r, s, c in self.operations
@@ -234,7 +244,8 @@ class _Elimination:
 def packet_program(
     rows: tuple[Row, ...], matrix: tuple[Row, ...] | None = None
 ) -> tuple[PacketStep, ...]:
-    """The steps for one cell that compute X with ``matrix · X = rows · sources`` over GF(2^8).
+    """Return the steps for one cell that compute X with ``matrix · X = rows · sources`` over
+    GF(2^8).
 
     Args:
         rows: coefficients of the sources, one row for each equation; no row is all zeros.
@@ -266,7 +277,8 @@ def packet_program(
 
 
 def _eliminate(matrix: Sequence[Row], unknown: tuple[int, ...]) -> _Elimination | None:
-    """Gauss-Jordan elimination with the given pivot columns; None if a pivot is 0."""
+    """Plan the Gauss-Jordan elimination with the given pivot columns; return None if a pivot is
+    0."""
     work = [list(row) for row in matrix]
     operations = []
     for at, column in enumerate(unknown):
@@ -284,14 +296,14 @@ def _eliminate(matrix: Sequence[Row], unknown: tuple[int, ...]) -> _Elimination 
     return _Elimination(unknown, tuple(operations))
 
 
-_Move = int | None  # Index of a source to add; None doubles the sum so far
+_Move = int | None  # Index of a source to add to the sum; None means: double the sum
 
 
 def _moves(row: Row) -> list[_Move]:
-    """Moves that compute the sum of row[j]·source[j] by Horner's rule.
+    """Return the moves that compute the sum of row[j]·source[j] by Horner's rule.
 
-    The rule is applied to the exponents of the coefficients, or to their bits; the variant with
-    fewer XORs is taken.
+    The rule is applied to the coefficients' logarithms, or to their bits, whichever takes fewer
+    XORs.
     """
     by_log = {LOG[c]: [j for j, d in enumerate(row) if d == c] for c in row if c}
     by_bit = {bit: [j for j, c in enumerate(row) if c >> bit & 1] for bit in range(PACKETS)}
@@ -306,8 +318,8 @@ def _moves(row: Row) -> list[_Move]:
 
 
 def _interleaved(programs: list[list[_Move]]) -> Iterator[tuple[int, _Move]]:
-    """Interleave programs, so that a source is still in the cache when the next program reads
-    it."""
+    """Yield the moves of several programs interleaved, as (program, move), so that a source is
+    still in the cache when the next program reads it."""
     longest = max(programs, key=lambda moves: (None in moves, len(moves)))
     order = list(dict.fromkeys(m for m in longest if m is not None))
     order += sorted({m for moves in programs for m in moves if m is not None} - set(order))
@@ -325,23 +337,23 @@ def _interleaved(programs: list[list[_Move]]) -> Iterator[tuple[int, _Move]]:
 class _Packets:
     """Records steps.
 
-    Each bit of a target is a packet of the target; their order is determined at the end. Before
-    anything is added to a bit, it may instead refer to a packet of a source.
+    Each bit of a target's elements is a packet of the target; which packet is determined at the
+    end. A bit to which nothing was added yet may refer to a packet of a source instead.
     """
 
     def __init__(self, sources: int, targets: int) -> None:
         self._sources = sources
         self._bits: list[list[Operand | None]] = [[None] * PACKETS for _ in range(targets)]
         self._made = [0] * targets
-        # Within a group, no step reads a packet that another step writes
+        # Groups of steps; within a group, no step reads a packet that another step writes
         self._groups: list[list[PacketStep]] = []
 
     def add_source(self, target: int, source: int) -> None:
         self._group([(target, i, (source, i)) for i in range(PACKETS)])
 
     def double(self, target: int) -> None:
-        """Multiply by x, with x^8 = x^4 + x^3 + x^2 + 1: rotate the bits, and add the top bit to
-        three others."""
+        """Multiply a target by x, with x^8 = x^4 + x^3 + x^2 + 1: rotate the bits, and add the
+        top bit to three others."""
         bits = self._bits[target]
         bits.insert(0, bits.pop())
         self._group([(target, i, bits[0]) for i in (2, 3, 4)])
@@ -382,7 +394,8 @@ class _Packets:
         return own
 
     def steps(self) -> tuple[PacketStep, ...]:
-        """The recorded steps with every packet in its final position, adjacent ones merged."""
+        """Return the recorded steps with every packet in its final position; steps on adjacent
+        packets are merged."""
         for target, bits in enumerate(self._bits):
             copied = []
             for bit, operand in enumerate(bits):
@@ -417,7 +430,7 @@ def _merge(group: list[PacketStep]) -> list[PacketStep]:
 
 
 def _follows(last: PacketStep, step: PacketStep) -> bool:
-    """Whether the packets of ``step`` directly follow those of ``last``."""
+    """Return whether the packets of ``step`` directly follow those of ``last``."""
 
     def after(operand: Operand | None) -> Operand | None:
         return None if operand is None else (operand[0], operand[1] + last.count)
@@ -428,12 +441,14 @@ def _follows(last: PacketStep, step: PacketStep) -> bool:
 
 @lru_cache(maxsize=256)
 def _scaling(coefficient: int) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
-    """Multiplication in place by renaming bits and adding bits to each other.
+    """Return a multiplication by ``coefficient`` in place, as a renaming of bits and additions
+    of bits.
 
-    Several randomised reductions are tried, and the cheapest is taken.
+    The cheapest of several randomised reductions is returned.
 
     Returns:
-        For every bit, the old bit that gets its name; then the additions (i, j): bit i += bit j.
+        For every bit, the old bit that is renamed to it; and the additions (i, j) to make after
+        that: bit i += bit j.
     """
     chance = random.Random(coefficient)
     return min(
@@ -444,9 +459,9 @@ def _scaling(coefficient: int) -> tuple[tuple[int, ...], tuple[tuple[int, int], 
 def _reduce(
     coefficient: int, chance: random.Random
 ) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
-    """Reduce the bit matrix to a permutation by Gauss-Jordan elimination.
+    """Reduce the bit matrix of a coefficient to a permutation by Gauss-Jordan elimination.
 
-    Pivots are chosen in columns with few ones. Returns as :func:`_scaling`.
+    Pivots are chosen in columns with few ones. The result is that of :func:`_scaling`.
     """
     matrix = [sum(1 << j for j in factors) for factors in bit_matrix(coefficient)]
     rows, columns = {*range(PACKETS)}, {*range(PACKETS)}

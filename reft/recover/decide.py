@@ -1,9 +1,12 @@
-"""Decides which version is restored: each sharding group checks its own arenas, then all groups
-decide together. Pure.
+"""Decides which version is restored. Pure.
 
-A version is used only if it is complete: for every (pp, tp) the blocks of one label cover the
-replicated image, and for every member its owned and host images, to the byte. Blocks of different
-labels are never mixed (the write hole).
+Each sharding group (the data-parallel peers with the same pp and tp) checks its own arenas; from
+the results all groups make the same decision.
+
+The state of a group consists of images, sequences of bytes: one that all members have in common
+(replicated), and for each member its ZeRO partition (owned) and its host state (host). A version is
+used only if it is complete: in every group, blocks of this version must cover all images to the
+byte. Blocks of different versions are never mixed.
 """
 
 from __future__ import annotations
@@ -53,21 +56,22 @@ from reft.recover.plan import (
 def preferred_label(
     held_by: Mapping[VersionId, Collection[Hashable]], newest_committed: VersionId | None
 ) -> VersionId | None:
-    """Choose among the recoverable versions.
+    """Choose the version to restore among those that are recoverable.
 
-    Versions older than the newest known commit are ignored. Of the rest, the newest one is chosen
-    that is held by *every* place which holds an older one. The reason: a committed version v is
-    complete at every surviving place. So a newer one that some place lacks was never committed, and
-    has fewer copies. If it were restored, ranks would overwrite v while a single loss could still
-    destroy the newer one.
+    Versions older than the newest one known to be committed are ignored. Of the others, the newest
+    is chosen that *every* place holds which holds an older one. The reason: a committed version is
+    complete at every surviving place. So if some place lacks a newer version, that one was never
+    committed, and has fewer copies. If it were restored nevertheless, ranks would overwrite the
+    committed version while a single loss could still destroy the newer one.
 
     Example: step 7 was committed, and step 8 was being sealed when the job died. Places A, B and C
-    hold 7 and 8, place D only 7. If 8 had been committed, D would hold it too: 7 is restored. If D
-    is lost as well, no surviving place contradicts 8, and 8 is restored.
+    hold 7 and 8, place D only 7. If 8 had been committed, D would hold it, too: restore 7. If D is
+    lost as well, no surviving place contradicts 8: restore 8.
 
     Args:
         held_by: for each recoverable version, the places that hold it SEALED or COMMITTED. A place
-            is (node, local rank), the owner of the arena's file, whose bytes may be another rank's.
+            is a node and a local rank, to which the arena's file belonged; the file may contain
+            bytes of other ranks.
         newest_committed: newest version that any arena records as committed.
 
     Returns:
@@ -91,9 +95,9 @@ _MOST_GAPS = 6
 class GroupStatus(NamedTuple):
     """Whether a sharding group can recover one version."""
 
-    missing: int  # Number of gaps; 0 if the group can recover it
+    missing: int  # Number of gaps in the images; 0 if the group can recover the version
     gaps: tuple[str, ...]  # Descriptions of the first gaps
-    decodes: bool  # Lost blocks have to be decoded first
+    decodes: bool  # Whether lost blocks have to be decoded first
 
     @classmethod
     def of(cls, sources: GroupSources) -> GroupStatus:
@@ -120,8 +124,8 @@ class Decision:
     """The version that all ranks restore."""
 
     label: VersionId
-    rejected: tuple[str, ...]  # For every newer version, why it is not used
-    decodes: bool  # A group has to decode lost blocks first
+    rejected: tuple[str, ...]  # For every newer version, the reason why it is not used
+    decodes: bool  # Whether any group has to decode lost blocks first
 
 
 def judge(
@@ -133,13 +137,13 @@ def judge(
     """Collect the usable blocks of each version in one sharding group.
 
     Args:
-        group: (pp, tp) in the layout that wrote the versions.
+        group: (pp, tp) of the group, in the layout in which the versions were written.
         records: arenas of the group.
-        written: layout of each version that is complete on any rank of the job.
-        bad: blocks that were found corrupt: node, arena and key.
+        written: layout of each version of which any rank of the job has a complete arena.
+        bad: blocks that were found corrupt, each as node, arena and key.
 
     Returns:
-        Sources by version, newest first.
+        Usable blocks by version, newest version first.
     """
     by_label: dict[VersionId, list[ArenaRecord]] = {
         label: [] for label, d in written.items() if group[0] < d.pp and group[1] < d.tp
@@ -162,7 +166,7 @@ def decide(
 
     Args:
         findings: the merged summaries of all nodes.
-        verdicts: status of every version in every sharding group.
+        verdicts: for every sharding group, whether it can recover each version.
     """
     rejected: dict[VersionId, str] = {}
     whole: list[VersionId] = []
@@ -211,11 +215,11 @@ def plan_decided(
     Args:
         decision: the chosen version.
         findings: the merged summaries of all nodes.
-        group: (pp, tp) in the layout that wrote the version.
+        group: (pp, tp) of the group, in the layout in which the version was written.
         sources: usable blocks of the version in the group.
         records: arenas of the group.
-        wanted: for a version of another layout, the ranges that each rank needs; empty while they
-            are not known, and the plan then has only host images.
+        wanted: for a version of a different layout, the ranges of its images that each rank needs.
+            Empty as long as these are not known; the plan then contains only host images.
     """
     topology, written = findings.topology, findings.written[decision.label]
     needs = find_needs(group, sources, written, topology, wanted)
@@ -243,18 +247,17 @@ def plan_recovery(
     job_id: str,
     bad: Collection[tuple[str, str, BlockKey]] = frozenset(),
 ) -> RecoveryPlan | NotRecoverable:
-    """Plan for the whole job at once, for tools that read the memory of all nodes. Pure and
-    deterministic.
+    """Plan for the whole job at once, for tools that can read the memory of all nodes. Pure.
 
-    The ranks of a job reach the same decision from summaries, and each plans only for its own group
-    (:mod:`reft.recover.recover`).
+    The ranks of a running job make the same decision from summaries instead, and each plans only
+    for its own group (:mod:`reft.recover.recover`).
 
     Args:
         inventories: arenas of all nodes.
-        topology: placement of the *new* incarnation; nodes may be new and empty, and coordinates
+        topology: placement of the *new* start of the job: nodes may be new and empty, and ranks
             may have moved to other nodes (P7).
         job_id: name of the job.
-        bad: blocks that were found corrupt: node, arena and key.
+        bad: blocks that were found corrupt, each as node, arena and key.
     """
     summaries = [summarize(i.node, i.arenas, i.problems) for i in inventories]
     findings = merge_summaries(summaries, topology, job_id=job_id)
@@ -276,8 +279,13 @@ def plan_recovery(
 
 
 def offline_topology(inventories: Sequence[Inventory], job_id: str) -> Topology:
-    """Make a placement for planning without a running job: every coordinate on the node that holds
-    its newest arena. Raises LayoutError if the job has no complete arena."""
+    """Make a placement for planning without a running job.
+
+    It puts every coordinate on the node that holds the coordinate's newest arena.
+
+    Raises:
+        LayoutError: the job has no complete arena.
+    """
     records = [r for i in inventories for r in i.arenas if r.usable and r.header.job_id == job_id]
     if not records:
         raise LayoutError(
@@ -300,10 +308,12 @@ def plan_verified(
     job_id: str,
     bad: frozenset[BlockSource] = frozenset(),
 ) -> tuple[RecoveryPlan | NotRecoverable, frozenset[BlockSource]]:
-    """Plan with arenas that can all be read here, and repeat until every source is intact.
+    """Plan, verify all sources of the plan, and plan again until every source is intact.
+
+    All arenas must be readable on this machine.
 
     Returns:
-        The plan, whose sources were all verified, and ``bad`` with the corrupt blocks added.
+        The plan, whose sources were all verified; and ``bad`` with further corrupt blocks added.
     """
     while True:
         plan = plan_recovery(inventories, topology, job_id=job_id, bad=bad)
@@ -317,10 +327,10 @@ def plan_verified(
 
 # -- usable blocks of one version in one sharding group --------------------------------------------
 #
-# Sorted by offset, the blocks of an image must cover [0, image_bytes) without a gap or an overlap.
+# The blocks of an image, sorted by offset, must cover [0, image_bytes) without gap and overlap.
 
 BlockVariant = tuple[int, int, int]
-"""Start, length and checksum; entries with equal values have the same bytes."""
+"""Start, length and checksum of a stored block; blocks with equal values have equal bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,12 +359,13 @@ def collect_group(
     Args:
         pp: pipeline stage.
         tp: tensor slice.
-        records: SEALED or COMMITTED arenas of the group's members, all of one label.
-        size: members of the group.
-        bad: blocks that were found corrupt: node, arena and key.
+        records: SEALED or COMMITTED arenas of the group's members, all of one version.
+        size: number of members of the group.
+        bad: blocks that were found corrupt, each as node, arena and key.
 
     Returns:
-        The sources; if the arenas have several layouts, those of the layout with the fewest gaps.
+        The sources. If arenas have different layout hashes, only those of the layout with the
+        fewest gaps are used.
     """
     layouts = sorted({record.header.layout for record in records}) or [""]
     found = [
@@ -372,9 +383,9 @@ def _collect_layout(
     bad: frozenset[tuple[str, str, BlockKey]],
 ) -> GroupSources:
     stored = _by_image(records, size)
-    # Host state is never empty, and an arena with a member's host state has all of that member's
-    # blocks. So a member without host entries is lost, and any other image without entries has zero
-    # bytes.
+    # Host state is never empty, and an arena that has a member's host state has all blocks of that
+    # member. So a member is lost if no arena has its host state. For other members, an image
+    # without entries has zero bytes.
     lost = [member for member in range(size) if (Section.HOST, member) not in stored]
     gaps = [f"{Coordinate(pp, m, tp)} is not stored on any node that is present" for m in lost]
     images: dict[Image, tuple[SourceBlock, ...]] = {}
@@ -407,11 +418,11 @@ def _decoding(
     replicated: Sequence[SourceBlock],
     bad: frozenset[tuple[str, str, BlockKey]],
 ) -> tuple[tuple[LostBlock, ...], Mapping[BlockKey, SourceBlock], str | None]:
-    """Find the lost replicated blocks that can be decoded.
+    """Find the lost blocks of the replicated image, and whether they can be decoded.
 
     Returns:
-        The lost blocks, the blocks from which they are decoded by key, and why they cannot be
-        decoded (None if they can). Empty if the group has no code.
+        The lost blocks; the blocks from which they are decoded, by key; and why they cannot be
+        decoded, None if they can. The first two are empty if the version has no erasure code.
     """
     coding = next((r.header.coding for r in records if r.header.coding), "")
     sizes = [s.entry.image_bytes for keys in stored.get(REPLICATED, {}).values() for s in keys]
@@ -450,8 +461,12 @@ def _by_image(
 def _usable_blocks(
     keys: Mapping[BlockKey, Sequence[_StoredBlock]], bad: frozenset[tuple[str, str, BlockKey]]
 ) -> tuple[tuple[SourceBlock, ...], list[tuple[BlockKey, str]], list[str]]:
-    """Blocks of one image with an intact source, keys without one and why, and descriptions of
-    copies that differ."""
+    """Find the usable blocks of one image.
+
+    Returns:
+        The blocks that have an intact source; the keys of the others, each with a reason; and
+        descriptions of copies that differ from each other.
+    """
     blocks: list[SourceBlock] = []
     unusable: list[tuple[BlockKey, str]] = []
     diverged: list[str] = []
@@ -476,8 +491,10 @@ def _usable_blocks(
 
 
 def _prevailing(sources: Sequence[_StoredBlock]) -> BlockVariant:
-    """The variant that is restored everywhere if copies differ: the owner's, otherwise the most
-    frequent."""
+    """Choose which bytes are restored on all ranks if the copies of a block differ.
+
+    It is the owner's copy, or if there is none, the most frequent one.
+    """
     first = sources[0].variant
     if all(s.variant == first for s in sources):
         return first
@@ -542,20 +559,20 @@ def _find_hole(
 
 
 class ImageRange(NamedTuple):
-    """A range of an image of a rank in another layout."""
+    """A range of an image of a rank, in the layout in which the version was written."""
 
-    of: Coordinate  # The old rank
+    of: Coordinate  # The rank, in that layout
     section: Section
     start_bytes: int
     nbytes: int
 
 
-# Ranges of the images of another layout that each rank needs
+# For each rank of the running job, the ranges that it needs of a version of a different layout
 Wanted = Mapping[Coordinate, Sequence[ImageRange]]
 
 
 def takers(group: Group, written: Degrees, topology: Topology) -> tuple[Coordinate, ...]:
-    """Ranks that may need blocks of a sharding group of the layout that wrote the version."""
+    """Return the ranks of the running job that may need blocks of a group of the old layout."""
     now = topology.degrees
     if (written.pp, written.tp) != (now.pp, now.tp):
         return now.coordinates()
@@ -565,18 +582,18 @@ def takers(group: Group, written: Degrees, topology: Topology) -> tuple[Coordina
 def find_needs(
     group: Group, sources: GroupSources, written: Degrees, topology: Topology, wanted: Wanted
 ) -> dict[Coordinate, Sequence[SourceBlock]]:
-    """Find the blocks of one old sharding group that each rank fetches.
+    """Find which blocks of one sharding group each rank of the running job fetches.
 
-    If the layout is unchanged, a rank fetches the blocks of the replicated image and of its own
-    owned and host images. If it has changed, a rank fetches the host images that it reads, and the
-    blocks that contain its ``wanted`` ranges.
+    If the layout is unchanged, a rank fetches the blocks of the replicated image, and of its own
+    owned and host images. If the layout has changed, a rank fetches the host images of the old
+    ranks whose host state it reads, and the blocks that contain its ``wanted`` ranges.
 
     Args:
-        group: (pp, tp) in the layout that wrote the version.
+        group: (pp, tp) of the group, in the layout in which the version was written.
         sources: usable blocks of the group.
-        written: layout that wrote the version.
+        written: layout in which the version was written.
         topology: placement of the running job.
-        wanted: ranges that each rank needs of another layout.
+        wanted: if the layout has changed, the ranges that each rank needs.
 
     Raises:
         LayoutError: a range is outside of its image.
@@ -600,14 +617,17 @@ def find_needs(
 
 
 def _holding(sources: GroupSources, pieces: Iterable[ImageRange]) -> tuple[SourceBlock, ...]:
-    """The blocks that contain the ranges, each once, by image and offset. Raises LayoutError if a
-    range is outside of its image."""
+    """Return the blocks that contain the given ranges, each once, by image and offset.
+
+    Raises:
+        LayoutError: a range is outside of its image.
+    """
     found: dict[Image, set[int]] = {}
     for piece in pieces:
         image = REPLICATED if piece.section is Section.REPLICATED else (piece.section, piece.of.dp)
         blocks = sources.images.get(image, ())
         stop = piece.start_bytes + piece.nbytes
-        # The blocks cover the image without gaps, so the first and last ones can be searched for.
+        # Binary search is possible, because sorted blocks cover the image without gaps.
         first = max(0, bisect_right(blocks, piece.start_bytes, key=lambda b: b.start_bytes) - 1)
         last = bisect_left(blocks, stop, key=lambda b: b.start_bytes)
         held = blocks[first:last]
@@ -628,11 +648,16 @@ def _holding(sources: GroupSources, pieces: Iterable[ImageRange]) -> tuple[Sourc
 
 
 def host_state_sources(was: Degrees, now: Degrees, at: Coordinate) -> set[Coordinate]:
-    """The old ranks whose host state the new rank ``at`` reads.
+    """Return the old ranks whose host state a new rank reads.
 
-    If only the number of replicas differs, that is the same coordinate, or one of another replica.
-    In another layout it is the first replica's ranks, which describe the content of all images, and
-    the ranks of its own replica, which hold its buffers.
+    If pp and tp are unchanged, it is one old rank of the same (pp, tp). If pp or tp has changed, it
+    is all ranks of replica 0, which describe the contents of every image; and in each stage the
+    rank with the new rank's own dp and tp (modulo the old numbers), which holds its buffers.
+
+    Args:
+        was: parallel degrees of the job that wrote the version.
+        now: parallel degrees of the running job.
+        at: the new rank.
     """
     if (was.pp, was.tp) == (now.pp, now.tp):
         return {Coordinate(at.pp, at.dp % was.dp, at.tp)}

@@ -1,17 +1,18 @@
-"""The inventory of the arenas on a node after a restart, and its exchange with other nodes.
+"""Takes the inventory of the arenas on a node after a restart, and merges those of all nodes.
 
-An inventory contains headers and block tables, not data. It is sent to other hosts, so it is
-msgpack in a message with a MAC keyed by the job's secret, never pickle (P11). Tables are transposed
-to byte columns, in which neighbouring blocks hardly differ, and compressed to about ten bytes per
-block, most of them checksum.
+An arena is a shared-memory file with one rank's part of a version. An inventory contains the
+arenas' headers and block tables (place and checksum of each block), but no data. It is sent to
+other hosts as msgpack in a message with a MAC keyed by the job's secret, never as pickle (P11). A
+block table is transposed to columns of bytes, in which neighbouring blocks hardly differ, and
+compressed to about ten bytes per block, most of which are its checksum.
 
-Every rank summarizes a part of its node without block tables (:func:`summarize`). The merged
-summaries of all ranks (:func:`merge_summaries`) show which node holds which version. Every arena
-that is not used is named in a note, so that a person who expected a recovery sees the cause.
+Every rank summarizes a part of its node's arenas without block tables (:func:`summarize`). The
+merged summaries of all ranks (:func:`merge_summaries`) show which node holds which version. Every
+arena that is not used is named in a note, so that a user who expected a recovery sees the cause.
 
-The members of a sharding group take part in its recovery. After a restart coordinates may run on
-any node (P7), so a node with arenas of the group but without a member of it takes part with one
-rank, which reads them.
+The members of a sharding group (the data-parallel peers with the same pp and tp) take part in its
+recovery. After a restart they may run on different nodes than before (P7). So if a node holds
+arenas of a group but runs no member of it, one of its other ranks takes part to read these arenas.
 """
 
 from __future__ import annotations
@@ -55,9 +56,9 @@ _COMPRESSION_LEVEL = 1
 class ArenaRecord:
     """One arena that was found on a node."""
 
-    node: str  # Node on which it was found (``header.node`` is where it was written)
+    node: str  # Node on which the arena was found (``header.node``: on which it was written)
     path: str  # File name within the node's job directory
-    header: ArenaHeader  # Its header and block table
+    header: ArenaHeader  # Header, with the block table
 
     @property
     def usable(self) -> bool:
@@ -70,11 +71,11 @@ class ArenaRecord:
 
 @dataclass(frozen=True)
 class Inventory:
-    """The arenas of one node, and descriptions of files that could not be read."""
+    """The arenas of one node."""
 
     node: str
     arenas: tuple[ArenaRecord, ...]
-    problems: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()  # Descriptions of files that could not be read
 
     def pack(self) -> bytes:
         arenas = [[record.path, *_pack_header(record.header)] for record in self.arenas]
@@ -118,17 +119,20 @@ OpenArenas = Mapping[tuple[str, str], Arena]  # Opened arenas by (node, file nam
 
 @dataclass(frozen=True)
 class ArenaStore:
-    """A directory with arenas that this rank reads: a node's memory of the job, or a version on
-    storage. Peers send the inventory (:meth:`Inventory.pack`) and the blocks
-    (:mod:`reft.recover.transfer`) of their own stores."""
+    """A directory of arenas that this rank can read: the job's memory on its node, or a version on
+    storage.
+
+    What other nodes hold, this rank receives from its peers: inventories (:meth:`Inventory.pack`)
+    and blocks (:mod:`reft.recover.transfer`).
+    """
 
     directory: Path  # A missing directory counts as empty
-    node: str  # Node that reads the directory
-    secret: bytes
-    is_wanted: Callable[[Path], bool] = lambda path: True
+    node: str  # Node of this rank
+    secret: bytes  # Secret of the job, with which the arenas were authenticated
+    is_wanted: Callable[[Path], bool] = lambda path: True  # Whether to read a file
 
     def inventory(self) -> Inventory:
-        """List the arenas. Unreadable files are listed in ``problems``; no error is raised."""
+        """List the arenas. Unreadable files raise no error, but are listed in ``problems``."""
         arenas: list[ArenaRecord] = []
         problems: list[str] = []
         for path, found in scan(self.directory, self.secret, is_wanted=self.is_wanted):
@@ -148,14 +152,15 @@ class ArenaStore:
     def opened(
         self, inventory: Inventory, *, wait: bool = True
     ) -> Iterator[dict[tuple[str, str], Arena]]:
-        """Open the usable arenas for reading, and close them at the end of the context.
+        """Open the usable arenas for reading, and close them at the end of the ``with`` block.
 
         An arena that was removed since the inventory is left out: its blocks then count as corrupt,
-        and the next plan uses other sources. Views that still exist keep their mapping.
+        and the next plan uses other sources. An arena of which views still exist stays mapped until
+        they are gone.
 
         Args:
             inventory: the arenas.
-            wait: close before the context ends; otherwise on another thread.
+            wait: whether to close them before the block ends; otherwise a thread closes them.
         """
         arenas: dict[tuple[str, str], Arena] = {}
         try:
@@ -174,8 +179,8 @@ class ArenaStore:
             if wait:
                 _close(arenas)
             else:
-                # Unmapping takes up to a fifth of the time of reading, and training need not wait
-                # for it.
+                # Unmapping takes up to a fifth of the time of reading; training should not wait
+                # for that.
                 threading.Thread(
                     target=_close, args=(arenas,), name="reft-unmap", daemon=True
                 ).start()
@@ -187,17 +192,17 @@ def _close(arenas: OpenArenas) -> None:
 
 
 def open_job(job_dirs: Sequence[Path]) -> dict[str, JobDir]:
-    """Open the directories of one job.
+    """Open the memory directories of one job.
 
     Args:
-        job_dirs: a directory for each node, perhaps copied from other hosts.
+        job_dirs: one directory for each node, perhaps copied from other hosts.
 
     Returns:
-        The directories by node; if two have the same node id, the path is added to it.
+        The directories by node id. If several have the same id, their paths are appended to it.
 
     Raises:
         AuthenticationError: a directory belongs to another user, or its secret is missing.
-        ArenaError: the directories belong to several jobs, or there is none.
+        ArenaError: the directories belong to several jobs, or none is given.
     """
     jobs = [JobDir.open(path) for path in job_dirs]
     if len({(job.job_id, job.secret) for job in jobs}) != 1:
@@ -219,7 +224,7 @@ def find_corrupt(
 
     Args:
         label: the version that the arenas must hold.
-        fetches: blocks to check; a block that several coordinates need is read once.
+        fetches: blocks to check; a block that several ranks need is read only once.
         arenas: opened arenas.
     """
     current: dict[tuple[str, str], bool] = {}
@@ -239,17 +244,19 @@ def find_corrupt(
 
 
 def stored_bytes(fetch: Fetch, arenas: OpenArenas) -> memoryview:
-    """View the source's bytes in the mapped arena, without a check. Shorter than ``fetch.nbytes``
-    if the arena ends before."""
+    """Return a view of the source's bytes in its mapped arena, without checking them.
+
+    It is shorter than ``fetch.nbytes`` if the arena ends before.
+    """
     return arenas[fetch.node, fetch.arena].data[
         fetch.arena_offset : fetch.arena_offset + fetch.nbytes
     ]
 
 
 def matches(fetch: Fetch, arenas: OpenArenas) -> bool:
-    """Whether the source's bytes match the checksum taken when they were copied."""
+    """Whether the source's bytes match the checksum that was computed when they were copied."""
     data = stored_bytes(fetch, arenas)
-    # P5: compare the length too, since the stored checksum could be that of a shorter block.
+    # P5: compare the length, too: the checksum could be that of a shorter block.
     return len(data) == fetch.nbytes and checksum(data) == fetch.checksum
 
 
@@ -264,17 +271,17 @@ def arenas_to_report(
     job_id: str,
     any_layout: bool = False,
 ) -> list[ArenaRecord]:
-    """The arenas of its node that ``rank`` reports. Each arena is reported by exactly one rank.
+    """Return the arenas that a rank reports to the other ranks.
 
-    That is the first rank of the node that reads for the arena's sharding group, or, for arenas
-    that cannot be used, the first rank of the node.
+    Each arena of a node is reported by exactly one rank of that node: by the first one that reads
+    for the arena's sharding group, or, if the arena cannot be used, by the node's first rank.
 
     Args:
-        records: arenas of the rank's node.
+        records: all arenas of the rank's node.
         topology: placement of the running job.
         rank: the rank.
         job_id: name of the job.
-        any_layout: arenas of other layouts can be used.
+        any_layout: whether arenas of other layouts can be used.
     """
     node = topology.nodes[rank]
 
@@ -295,8 +302,18 @@ def block_tables(
     job_id: str,
     any_layout: bool = False,
 ) -> dict[Group, list[ArenaRecord]]:
-    """The complete arenas that can be used for each of the given sharding groups. Arenas of other
-    jobs and degrees are left out, even if their labels are equal (P7)."""
+    """Return the complete arenas that can be used for each of the given sharding groups.
+
+    Arenas of other jobs or other parallel degrees are left out, even if they have the same version
+    id (P7).
+
+    Args:
+        records: arenas to choose from.
+        groups: (pp, tp) of each group.
+        topology: placement of the running job.
+        job_id: name of the job.
+        any_layout: whether arenas of other layouts can be used.
+    """
     tables: dict[Group, list[ArenaRecord]] = {group: [] for group in groups}
     for record in records:
         at = record.header.coordinate
@@ -318,9 +335,17 @@ def sharding_groups(degrees: Degrees) -> tuple[Group, ...]:
 
 
 def participants(findings: InventorySummary, rank: int) -> dict[Group, tuple[int, ...]]:
-    """The sharding groups in which a rank takes part, its own first, with all participants of each.
+    """Return the sharding groups in which a rank takes part, its own first.
 
-    If any version has other stages or slices, all ranks take part in all groups.
+    If any version was written with a different number of stages or slices, all ranks take part in
+    all groups.
+
+    Args:
+        findings: merged summaries of all nodes.
+        rank: the rank.
+
+    Returns:
+        For each of these groups, all ranks that take part in it.
     """
     topology = findings.topology
     if others := {d for d in findings.written.values() if sharding_groups(d) != topology.groups()}:
@@ -352,13 +377,15 @@ class Head(NamedTuple):
     coordinate: Coordinate
     node: str
     path: str
-    degrees: Degrees  # Degrees of the job that wrote it
+    degrees: Degrees  # Parallel degrees of the job that wrote the arena
     job_id: str
 
     @property
     def place(self) -> tuple[str, str]:
-        """Node and local rank of the file; all slots of a local rank are one place. The bytes may
-        belong to another rank."""
+        """The node and the local rank to which the arena's file belongs.
+
+        All slots (arena files) of a local rank are one place. The bytes may be another rank's.
+        """
         return self.node, self.path.partition("-slot")[0]
 
     def __str__(self) -> str:
@@ -397,8 +424,8 @@ class Summary(NamedTuple):
 
         Args:
             body: the encoded summary.
-            topology: gives the coordinate objects.
-            known: labels decoded so far, so that all summaries share them.
+            topology: provides coordinate objects, which summaries share.
+            known: version ids decoded so far, which summaries share.
         """
         node, jobs, rows, problems = msgpack.unpackb(body)
         written = [(Degrees(*degrees), job_id) for job_id, *degrees in jobs]
@@ -421,41 +448,44 @@ class InventorySummary:
 
     job_id: str
     topology: Topology
-    # SEALED and COMMITTED arenas with usable degrees and layout, by label. All arenas of a label
-    # were written in one layout.
+    # SEALED and COMMITTED arenas that can be used, by version. All arenas of a version here were
+    # written in the same layout.
     by_label: Mapping[VersionId, tuple[Head, ...]]
     unfinished: tuple[Head, ...]  # Arenas of the job that were being written when their rank died
-    # Descriptions of unusable degrees and layouts, with their newest label
+    # Descriptions of layouts that cannot be used, each with the newest version in it
     misfits: tuple[str, ...]
     notes: tuple[str, ...]  # Descriptions of all arenas that are not used
-    newest_committed: VersionId | None  # Newest label marked committed in any arena of this job
-    present: tuple[str, ...]  # Nodes that sent a summary or have ranks
-    bare: tuple[str, ...]  # Present nodes without an arena of this job
+    newest_committed: VersionId | None  # Newest version marked committed in any arena of the job
+    present: tuple[str, ...]  # Nodes that sent a summary or run ranks of the job
+    bare: tuple[str, ...]  # Present nodes without an arena of the job
 
     @property
     def empty(self) -> bool:
         return not (self.by_label or self.unfinished or self.misfits)
 
     def holders(self, label: VersionId) -> frozenset[tuple[str, str]]:
-        """Places with a complete arena of ``label``. Arenas that a recovery has decoded do not
-        count: they are additional redundancy, and take no part in sealing versions."""
+        """Return the places (node, local rank) that have a complete arena of a version.
+
+        Arenas of blocks that a recovery has decoded do not count, because ranks do not seal
+        versions in them.
+        """
         return frozenset(head.place for head in self.by_label[label] if not is_decoded(head.path))
 
     @cached_property
     def written(self) -> dict[VersionId, Degrees]:
-        """Degrees of the job that wrote each label."""
+        """Parallel degrees of the job that wrote each version."""
         return {label: heads[0].degrees for label, heads in self.by_label.items()}
 
     def committed(self, label: VersionId) -> bool:
         return any(head.state is ArenaState.COMMITTED for head in self.by_label[label])
 
     def explain(self, label: VersionId, gaps: Sequence[str], count: int) -> str:
-        """Explain why ``label`` is incomplete: its gaps, and the ranks without an arena of it.
+        """Explain why a version is incomplete: its gaps, and the ranks without an arena of it.
 
         Args:
             label: the version.
             gaps: descriptions of the first gaps.
-            count: number of all gaps.
+            count: total number of gaps.
         """
         text = f"not whole, {count} missing: {listing(gaps, count=count)}"
         found = {head.coordinate for head in self.by_label[label]}
@@ -466,7 +496,7 @@ class InventorySummary:
         return f"{text}. {self._nodes()}"
 
     def why_no_candidate(self) -> str:
-        """Explain why there is no version to choose from, and what to do."""
+        """Explain to the user why there is no version to choose from, and what to do."""
         if self.empty:
             return (
                 f"no arena of job {self.job_id!r} was found. {self._nodes()}. Either the job never "
@@ -502,7 +532,7 @@ class InventorySummary:
 
 
 def listing(items: Iterable[str], most: int = _MOST_NAMED, *, count: int | None = None) -> str:
-    """Join items with commas: the first ``most``, and the number of the others."""
+    """Join the first ``most`` items with commas, and append the number of the others."""
     every = list(items)
     count = len(every) if count is None else count
     if count > most:
@@ -528,7 +558,7 @@ def merge_summaries(
         summaries: summaries of all ranks.
         topology: placement of the running job.
         job_id: name of the job.
-        any_layout: accept versions of other layouts.
+        any_layout: whether versions of other layouts can be used.
     """
     by_label: dict[VersionId, list[Head]] = {}
     unfinished: list[Head] = []
@@ -556,8 +586,8 @@ def merge_summaries(
             unfinished.append(head)
             leave_aside(head, f"not finished ({head.label} {head.state})")
     for label, heads in by_label.items():
-        # If versions of two layouts have the same label, use the running job's layout, otherwise
-        # the largest.
+        # If arenas of several layouts have the same version id, use those of the running job's
+        # layout, or if there are none, of the largest layout.
         found = {head.degrees for head in heads}
         largest = max(found, key=lambda d: (d == topology.degrees, d.world_size, d.pp, d.dp))
         for head in (head for head in heads if head.degrees != largest):
@@ -585,12 +615,12 @@ def merge_summaries(
 
 
 def _misfit(arena: ArenaHeader | Head, topology: Topology, *, any_layout: bool) -> str | None:
-    """Explain why an arena of this job cannot be used by the running one; None if it can.
+    """Explain why the layout of an arena cannot be used by the running job; None if it can.
 
     Args:
-        arena: its header.
+        arena: header of the arena, which belongs to this job.
         topology: placement of the running job.
-        any_layout: accept other layouts (:mod:`reft.relayout.element_map`).
+        any_layout: whether other layouts can be used (:mod:`reft.relayout.element_map`).
     """
     written, at = arena.degrees, arena.coordinate
     if written != topology.degrees and not any_layout:

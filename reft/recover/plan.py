@@ -1,5 +1,6 @@
-"""The recovery plan: the version to restore, and the source of every block. Pure.
+"""Plans a recovery: chooses the source of every block of a version. Pure.
 
+A block is the unit in which a version is stored, checked and transferred.
 :mod:`reft.recover.decide` chooses the version.
 """
 
@@ -21,14 +22,14 @@ from reft.protect.codes import BlockCode, plan_decode
 
 @dataclass(frozen=True)
 class LostBlock:
-    """A replicated block without an intact source, and the terms from which it is decoded."""
+    """A replicated block without an intact source, and how to decode it from stored blocks."""
 
     key: BlockKey
     start_bytes: int  # Offset in the replicated image
     nbytes: int  # Length without padding
-    padded_bytes: int  # Length at which its stripe was encoded
-    position: int  # Index among its owner's blocks, and of its checksum
-    # Stored blocks and their coefficients; shorter ones count as padded with zeros
+    padded_bytes: int  # Length to which all blocks of its stripe were padded for encoding
+    position: int  # Index among the owner's blocks, and of its checksum among the owner's checksums
+    # The stored blocks to combine, each with its coefficient; shorter ones count as zero-padded
     terms: tuple[tuple[BlockKey, int], ...]
 
     @property
@@ -37,8 +38,9 @@ class LostBlock:
 
 
 def find_stripes(blocks: Iterable[LostBlock]) -> tuple[tuple[LostBlock, ...], ...]:
-    """Group lost blocks that are decoded from the same parities, since they share nearly all of
-    their terms.
+    """Group lost blocks into stripes: blocks that are decoded from the same parities.
+
+    The blocks of a stripe share nearly all of the stored blocks from which they are decoded.
 
     Returns:
         The stripes, in the order of their first blocks.
@@ -57,10 +59,15 @@ def find_stripes(blocks: Iterable[LostBlock]) -> tuple[tuple[LostBlock, ...], ..
 def find_lost(
     code: BlockCode, have: Collection[BlockKey]
 ) -> tuple[tuple[LostBlock, ...], str | None]:
-    """Find the replicated blocks of a group that are not in ``have``, and how to decode them.
+    """Find the replicated blocks of a sharding group that are lost, and how to decode them.
+
+    Args:
+        code: erasure code of the group, with its blocks.
+        have: keys of the blocks that have an intact source.
 
     Returns:
-        The lost blocks by offset, and None; or no blocks, and why a block cannot be decoded.
+        The lost blocks in the order of their offsets, and None; or no blocks, and the reason why a
+        lost block cannot be decoded.
     """
     rows: dict[int, list[int]] = {}
     sizes = {}
@@ -88,7 +95,7 @@ def find_lost(
             stored = tuple(
                 (key, coefficient) for p, coefficient in terms if (key := keys[p]) is not None
             )
-            # Parities are as long as the longest block of their stripe.
+            # All blocks of a stripe were padded to its longest one, which is the parity's length.
             padded = max(code.nbytes_of(code.code.pieces[p], row) for p, _ in terms)
             key = code.data_key(sub_block, row)
             start, nbytes, position = sizes[key]
@@ -97,16 +104,16 @@ def find_lost(
 
 
 class SourceKind(StrEnum):
-    """Kinds of sources of a block in the memory of the nodes, in order of preference."""
+    """Where a block is taken from, in order of preference."""
 
-    LOCAL = "local"  # Read on the node that needs it
-    PEER = "peer"  # Sent by another node from the owner's own bytes
-    COPY = "copy"  # Sent by another node from a redundant copy: the owner is lost or corrupt
-    PARITY = "parity"  # Decoded from several blocks on some node, and taken from there
+    LOCAL = "local"  # An arena on the node that needs the block
+    PEER = "peer"  # Another node, from the arena of the block's owner
+    COPY = "copy"  # Another node, from a redundant copy: the owner's block is lost or corrupt
+    PARITY = "parity"  # Decoded from other blocks by some member, and taken from that node
 
 
 class BlockSource(NamedTuple):
-    """One stored block. Corrupt blocks are recorded and avoided in this unit."""
+    """One block in one arena: the unit that is recorded as corrupt and then avoided."""
 
     node: str
     arena: str
@@ -115,18 +122,18 @@ class BlockSource(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """One block that a coordinate needs, and its source."""
+    """One block that a rank needs, and the source from which it is taken."""
 
-    key: BlockKey  # Identity within the sharding group
+    key: BlockKey  # Identity of the block within the sharding group
     pp: int  # Pipeline stage of the sharding group
     tp: int  # Tensor slice of the sharding group
     start_bytes: int  # Offset in the section's image
     nbytes: int
-    checksum: int  # xxh3_64 of the bytes, taken when they were copied
+    checksum: int  # xxh3_64 of the bytes, computed when they were copied from the tensors
     kind: SourceKind  # Kind of the source
-    node: str  # Node that holds the source
-    arena: str  # File name of the arena on that node
-    arena_offset: int  # Offset in the arena's data region
+    node: str  # Node of the source
+    arena: str  # File name of the source's arena on that node
+    arena_offset: int  # Offset of the block in the arena's data region
 
     @property
     def source(self) -> BlockSource:
@@ -134,8 +141,7 @@ class Fetch:
 
     @property
     def reported_kind(self) -> SourceKind:
-        """The kind to report: PARITY for bytes that a recovery has decoded, even if they are stored
-        on this node."""
+        """Kind of source for reports: PARITY for a block that a recovery has decoded and stored."""
         return SourceKind.PARITY if is_decoded(self.arena) else self.kind
 
     def __str__(self) -> str:
@@ -151,8 +157,7 @@ def describe_block(pp: int, tp: int, key: BlockKey) -> str:
 
 
 def count_bytes(fetches: Iterable[Fetch]) -> dict[str, int]:
-    """Bytes by kind of source. All kinds are present, so that reports always have the same
-    keys."""
+    """Sum up bytes by kind of source; kinds without bytes are included, with 0."""
     totals = {str(kind): 0 for kind in SourceKind}
     for fetch in fetches:
         totals[fetch.reported_kind] += fetch.nbytes
@@ -160,22 +165,20 @@ def count_bytes(fetches: Iterable[Fetch]) -> dict[str, int]:
 
 
 def format_bytes_from(bytes_from: Mapping[str, int]) -> str:
-    """Format bytes by kind, such as ``local 12.00 MiB, peer 4.00 MiB``; kinds without bytes are
-    left out."""
+    """Format bytes by kind: ``local 12.00 MiB, peer 4.00 MiB``; omit kinds without bytes."""
     parts = [f"{kind} {nbytes / 2**20:.2f} MiB" for kind, nbytes in bytes_from.items() if nbytes]
     return ", ".join(parts) or "nothing"
 
 
 @dataclass(frozen=True)
 class Rebuild:
-    """Lost blocks of one sharding group that one coordinate decodes and stores before the state is
-    restored."""
+    """What one rank decodes, and stores in an arena, before the state is restored."""
 
-    blocks: tuple[LostBlock, ...]  # Blocks to decode
+    blocks: tuple[LostBlock, ...]  # Lost blocks of one sharding group to decode
     image_bytes: int  # Size of the replicated image
     layout: str  # Layout hash of the group
-    # Stored blocks to read, each once: replicated and parity blocks, and the checksums with which
-    # the results are compared
+    # Stored blocks to read, each once: replicated and parity blocks, and the owners' checksums with
+    # which the results are compared
     fetches: tuple[Fetch, ...]
 
     @property
@@ -188,33 +191,34 @@ class RecoveryPlan:
     """The version to restore and its sources, for one sharding group or the whole job."""
 
     label: VersionId
-    # An arena is marked COMMITTED. A version that is only SEALED everywhere is as good: every byte
-    # of it exists and was checked.
+    # Whether any arena of the version is marked COMMITTED. A version that is SEALED everywhere is
+    # as good: all its bytes exist and were checked.
     committed: bool
-    degrees: Degrees  # Parallel degrees of the job
-    written: Degrees  # Degrees of the job that wrote the version
-    # Blocks that each coordinate needs: the replicated image of its (pp, tp) in image order, then
-    # its owned, then its host image. For a version of another layout: the host images that it
-    # reads, and the blocks from which its own images are made.
+    degrees: Degrees  # Parallel degrees of the running job
+    written: Degrees  # Parallel degrees of the job that wrote the version
+    # Blocks that each rank needs: those of the replicated image of its (pp, tp) in image order,
+    # then of its owned image, then of its host image. For a version of a different layout: those
+    # of the host images that the rank reads, and those that contain bytes of its own images.
     fetches: Mapping[Coordinate, tuple[Fetch, ...]]
-    newest_committed: VersionId | None = None  # Newest label marked committed in any usable arena
-    rejected: tuple[str, ...] = ()  # For every newer version, why it is not used
-    # Arenas that are not used (foreign, torn, other layout), and copies that differ
+    newest_committed: VersionId | None = None  # Newest version marked committed in any usable arena
+    rejected: tuple[str, ...] = ()  # For every newer version, the reason why it is not used
+    # Texts on arenas that are not used (of another job, unfinished, of another layout), and on
+    # copies that differ from each other
     notes: tuple[str, ...] = ()
     job_id: str = ""
-    # Blocks to decode from parity first, by the coordinate that decodes them. ``fetches`` lacks
-    # these blocks; the plan made after they are stored has them.
+    # Blocks to decode from parity first, by the rank that decodes them. They are missing from
+    # ``fetches``; once they are decoded and stored, a new plan has sources for them.
     rebuilds: Mapping[Coordinate, Rebuild] = field(default_factory=dict)
-    # Blocks that members without an arena of the version store for ring peers, to complete it
+    # Blocks that ranks without an arena of the version additionally store for their ring peers
     kept: Mapping[Coordinate, tuple[Fetch, ...]] = field(default_factory=dict)
 
     @classmethod
     def joined(cls, plans: Sequence[RecoveryPlan], notes: Sequence[str]) -> RecoveryPlan:
-        """Join the plans of sharding groups.
+        """Join the plans of several sharding groups into one.
 
         Args:
-            plans: at least one plan; all have the same decision.
-            notes: notes that all of them share; they come last.
+            plans: at least one plan; all are for the same version.
+            notes: notes that all plans share; they come last in the result.
         """
         own = [note for plan in plans for note in plan.notes if note not in notes]
         fetches: dict[Coordinate, tuple[Fetch, ...]] = {}
@@ -230,23 +234,25 @@ class RecoveryPlan:
 
     @property
     def other_layout(self) -> bool:
-        """Whether the layout of the version differs from the job's."""
+        """Whether the version was written in a different layout than the running job's."""
         return self.written != self.degrees
 
     @cached_property
     def bytes_from(self) -> dict[str, int]:
-        """Bytes by kind of source, summed over all coordinates of the plan. Blocks that are still
-        to be decoded count once for each member."""
+        """Bytes by kind of source, summed over all ranks of the plan.
+
+        Blocks that still have to be decoded count once for each member of the group.
+        """
         totals = count_bytes(fetch for fetches in self.fetches.values() for fetch in fetches)
         totals[SourceKind.PARITY] += self.degrees.dp * sum(r.nbytes for r in self.rebuilds.values())
         return totals
 
     def image_bytes(self, coordinate: Coordinate, section: Section) -> int:
-        """Size of a section's image as restored at ``coordinate`` (host state: its true length)."""
+        """Return the size of a rank's restored image of a section (host state: its true length)."""
         return sum(f.nbytes for f in self.fetches[coordinate] if f.key.section is section)
 
     def reads(self) -> Iterator[Fetch]:
-        """All blocks that are read: those to restore, then those to decode from."""
+        """Yield all blocks that are read: those to restore, then those needed for decoding."""
         yield from chain.from_iterable(self.fetches.values())
         yield from chain.from_iterable(rebuild.fetches for rebuild in self.rebuilds.values())
 
@@ -288,15 +294,15 @@ class RecoveryPlan:
 
 @dataclass(frozen=True)
 class NotRecoverable:
-    """No version is complete in the memory of the nodes that are present."""
+    """Result instead of a plan if no version is complete in the memory of the present nodes."""
 
-    reasons: tuple[str, ...]  # For each label, the missing bytes and why, newest first
-    notes: tuple[str, ...] = ()  # Arenas that are not used
-    # No arena of this job was found in any state: a new job, or all of its memory is lost
+    reasons: tuple[str, ...]  # For each version, the missing bytes and the cause; newest first
+    notes: tuple[str, ...] = ()  # Texts on arenas that are not used
+    # Whether no arena of this job was found at all: the job is new, or all of its memory is lost
     empty: bool = False
-    # Versions of this job exist, but only of another layout or other degrees
+    # Whether versions of this job exist, but only in a layout that cannot be used
     layout_mismatch: bool = False
-    newest_committed: VersionId | None = None  # Newest label marked committed in any usable arena
+    newest_committed: VersionId | None = None  # Newest version marked committed in any usable arena
 
     def __str__(self) -> str:
         lines = ["no version of the job can be recovered from memory:"]
@@ -305,7 +311,7 @@ class NotRecoverable:
         return "\n".join(lines)
 
     def error(self) -> ReftError:
-        """The error to raise if there is no persisted checkpoint either."""
+        """Make the error to raise if there is no checkpoint on storage either."""
         return LayoutError(str(self)) if self.layout_mismatch else UnrecoverableError(str(self))
 
 
@@ -315,34 +321,34 @@ class NotRecoverable:
 Group = tuple[int, int]  # A sharding group: (pp, tp)
 
 Image = tuple[Section, int]
-"""Section and member of an image in the group; the member is -1 for the shared replicated image."""
+"""An image of a sharding group: its section, and its member or -1 for the replicated image."""
 
 REPLICATED: Image = (Section.REPLICATED, -1)
 
 
 @dataclass(frozen=True)
 class SourceBlock:
-    """A block, and the places where equal bytes of it are stored."""
+    """A block, and all places where its bytes are stored."""
 
     key: BlockKey
     start_bytes: int
     nbytes: int
     checksum: int
-    # Arena and offset on each node; the owner's own arena if a node has several
+    # Arena and offset of the block, by node; if a node has several, in the owner's arena
     nodes: Mapping[str, tuple[str, int]]
-    owner_nodes: tuple[str, ...]  # Nodes that hold the owner's own block, sorted
+    owner_nodes: tuple[str, ...]  # Nodes on which the block lies in its owner's arena, sorted
 
 
 @dataclass(frozen=True)
 class GroupSources:
-    """Usable sources of one sharding group for one version; complete if ``gaps`` is empty."""
+    """The usable blocks of one version in one sharding group; complete if ``gaps`` is empty."""
 
-    # Sources of every image; the replicated image lacks the ``lost`` blocks
+    # Blocks of every image, with their sources; the replicated image is without the ``lost`` ones
     images: Mapping[Image, tuple[SourceBlock, ...]]
     gaps: tuple[str, ...]  # Descriptions of missing bytes that cannot be decoded
-    divergences: tuple[str, ...]  # Descriptions of copies that differ
-    lost: tuple[LostBlock, ...] = ()  # Replicated blocks to decode first
-    # Blocks that decoding reads, by key: replicated, parity and checksum blocks
+    divergences: tuple[str, ...]  # Descriptions of copies that differ from each other
+    lost: tuple[LostBlock, ...] = ()  # Replicated blocks that have to be decoded first
+    # Blocks that can be read for decoding, by key: replicated, parity and checksum blocks
     stored: Mapping[BlockKey, SourceBlock] = field(default_factory=dict)
 
 
@@ -353,15 +359,20 @@ def choose_decoders(
     topology: Topology,
     layout: str,
 ) -> dict[Coordinate, Rebuild]:
-    """Assign each stripe of lost blocks to the member that decodes it: of the members whose node
-    holds a parity of the stripe, the one with the fewest bytes so far.
+    """Choose the rank that decodes each stripe of lost blocks.
+
+    Among the ranks whose node holds a parity of the stripe, it is the one that has the fewest bytes
+    to decode so far.
 
     Args:
-        group: (pp, tp).
-        members: coordinates that may decode.
+        group: (pp, tp) of the sharding group.
+        members: coordinates of the ranks that may decode.
         sources: usable blocks of the group.
-        topology: nodes of all coordinates.
+        topology: nodes of all ranks.
         layout: layout hash of the group.
+
+    Returns:
+        What each chosen rank decodes.
     """
     work: dict[Coordinate, list[LostBlock]] = {c: [] for c in members}
     choices = []
@@ -371,7 +382,7 @@ def choose_decoders(
         }
         near = [c for c in members if topology.node_of(c) in parities] or list(members)
         choices.append((near, stripe))
-    # Stripes with the fewest candidates first, so that the others can even out the load.
+    # Assign stripes with few candidates first; the others can then even out the load.
     for near, stripe in sorted(choices, key=lambda choice: len(choice[0])):
         chosen = min(near, key=lambda c: (sum(b.nbytes for b in work[c]), c))
         work[chosen] += stripe
@@ -391,7 +402,7 @@ def choose_decoders(
 
 
 def _best_source(block: SourceBlock, node: str) -> tuple[SourceKind, tuple[str, ...]]:
-    """The preferred kind of source for a coordinate on ``node``, and the nodes that have it."""
+    """Return the preferred kind of source for a rank on ``node``, and the nodes that have it."""
     if node in block.nodes:
         return SourceKind.LOCAL, (node,)
     if block.owner_nodes:
@@ -402,15 +413,23 @@ def _best_source(block: SourceBlock, node: str) -> tuple[SourceKind, tuple[str, 
 def plan_fetches(
     group: Group, needs: Mapping[Coordinate, Sequence[SourceBlock]], topology: Topology
 ) -> dict[Coordinate, tuple[Fetch, ...]]:
-    """Choose one source for each needed block; among equal sources, the node that sends the fewest
-    bytes so far.
+    """Choose one source for each block that a rank needs.
 
-    Blocks with the fewest candidates are assigned first, so that the others can even out the load.
+    Among equally good sources, the node is chosen that has to send the fewest bytes so far. Blocks
+    with few candidates are assigned first; the others can then even out the load.
+
+    Args:
+        group: (pp, tp) of the sharding group.
+        needs: blocks that each rank needs.
+        topology: nodes of all ranks.
+
+    Returns:
+        The blocks of each rank, with their sources, in the order of ``needs``.
     """
     chosen: dict[Coordinate, list[Fetch | None]] = {}
     open_choices: list[tuple[int, Coordinate, int, SourceBlock, SourceKind, tuple[str, ...]]] = []
     load: Counter[str] = Counter()
-    # Most members fetch a block from the same place: share the object.
+    # Most members fetch a block from the same place, so they share one Fetch object.
     made: dict[tuple[int, SourceKind, str], Fetch] = {}
 
     def fetch_of(block: SourceBlock, kind: SourceKind, node: str) -> Fetch:

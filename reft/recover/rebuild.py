@@ -1,9 +1,10 @@
-"""Writes arenas during a recovery: decoded blocks, and the arena of a new node.
+"""Writes arenas during a recovery: decoded blocks, and the arena of a node that has none.
 
 Lost blocks are decoded and stored first, so that the rest of the recovery finds a source for every
-block. One member of the group decodes a lost block from verified blocks, compares the result with
-its owner's checksum (P5), and seals the decoded blocks in a separate arena. That arena is
-additional redundancy of the version: a recovery that is killed and starts again uses it.
+block. Each lost block is decoded by one member of the sharding group, from verified blocks. The
+member compares the result with the checksum that the block's owner stored (P5), and seals all
+blocks that it decoded in a separate arena. That arena is additional redundancy of the version: if
+the recovery is killed and starts again, the next one uses it.
 """
 
 from __future__ import annotations
@@ -47,16 +48,16 @@ Bytes = NDArray[np.uint8]
 
 
 class Pool:
-    """A pool of buffers for blocks, of at most ``most_bytes`` in all. Thread-safe.
+    """A pool of reusable buffers for blocks, ``most_bytes`` in all at most. Thread-safe.
 
-    Buffers are reused, since the first touch of new memory takes several times as long as copying
-    the block.
+    Buffers are reused, because touching new memory for the first time takes several times as long
+    as copying a block.
     """
 
     def __init__(self, most_bytes: int) -> None:
         self._room = most_bytes  # Bytes that may still be allocated
         self._free: dict[int, list[Bytes]] = {}
-        self._lock = threading.Lock()  # Guards both
+        self._lock = threading.Lock()  # Guards _room and _free
 
     def take(self, nbytes: int) -> Bytes | None:
         with self._lock:
@@ -69,7 +70,7 @@ class Pool:
                 return None
             try:
                 buffer = np.empty(nbytes, np.uint8)
-            except MemoryError:  # the caller continues without a buffer, more slowly
+            except MemoryError:  # The caller can continue without a buffer, only more slowly
                 return None
             self._room -= nbytes
             return buffer
@@ -80,15 +81,16 @@ class Pool:
 
 
 class Stripe:
-    """Lost blocks that are decoded from the same terms. Thread-safe.
+    """Decodes lost blocks that share their terms, the stored blocks from which they are computed.
 
-    Terms are stored until the last one arrives, and then solved together. If the pool has no
-    space left, each term is instead added to the results at once, which is slower.
+    Terms are kept until the last one arrives, and then all blocks are decoded together. If the pool
+    has no space left, each term is instead added to the results when it arrives, which is slower.
+    Thread-safe.
 
     Args:
         blocks: the lost blocks; all have the same padded length.
-        out: memory for the results, consecutive at their padded length, uint8.
-        pool: buffers for terms whose memory is reused.
+        out: memory for the results, one after another at their padded length, uint8.
+        pool: buffers for terms that would otherwise be overwritten before the last one arrives.
     """
 
     def __init__(self, blocks: Sequence[LostBlock], out: Bytes, pool: Pool) -> None:
@@ -100,8 +102,8 @@ class Stripe:
         self._kept: dict[BlockKey, Bytes] = {}
         self._rooms: dict[BlockKey, Bytes] = {}
         self._adds_up = False
-        # Held while a term is added, so that the results are not updated by two threads at a time,
-        # and exactly one of them sees the last term.
+        # Held while a term is added: two threads must not update the results at the same time, and
+        # exactly one of them must find that its term is the last one.
         self._lock = threading.Lock()
 
     @property
@@ -113,7 +115,7 @@ class Stripe:
         return not self._missing
 
     def room_for(self, key: BlockKey, nbytes: int) -> Bytes | None:
-        """A buffer in which a term can be received and stay; None if the pool has none."""
+        """Return a buffer in which a term can be received and kept; None if the pool has none."""
         with self._lock:
             room = None if self._adds_up or key in self._rooms else self._pool.take(nbytes)
             if room is not None:
@@ -121,13 +123,14 @@ class Stripe:
             return room
 
     def add(self, key: BlockKey, data: Bytes, *, stays: bool) -> None:
-        """Add one term; the last one triggers decoding.
+        """Add one term; with the last one, decode the blocks.
 
         Args:
-            key: the term.
-            data: its bytes, uint8; shorter than the padded length at the section's end.
-            stays: ``data`` remains valid until all terms have arrived. That always holds for a
-                buffer of :meth:`room_for`.
+            key: key of the term.
+            data: bytes of the term, uint8; at the end of the section shorter than the padded
+                length.
+            stays: whether ``data`` remains valid until all terms have arrived. That is always so
+                for a buffer from :meth:`room_for`.
         """
         with self._lock:
             self._missing.remove(key)
@@ -144,7 +147,7 @@ class Stripe:
                 self._release_all()
 
     def _copy(self, key: BlockKey, data: Bytes) -> Bytes:
-        """Copy a term to the pool. If that is full, add up all stored terms and release them."""
+        """Copy a term into the pool; if the pool is full, add all kept terms to the results now."""
         room = self._pool.take(len(data))
         if room is not None:
             self._rooms[key] = room
@@ -173,7 +176,7 @@ class Stripe:
                 _add_multiple(target, coefficient, data[: len(target)])
 
     def results(self) -> tuple[Bytes, ...]:
-        """The decoded blocks without padding; only once :attr:`complete`."""
+        """Return the decoded blocks without padding; requires :attr:`complete`."""
         assert self.complete
         return tuple(t[: lost.nbytes] for lost, t in zip(self.blocks, self._targets, strict=True))
 
@@ -181,11 +184,15 @@ class Stripe:
 def equations(
     blocks: Sequence[LostBlock],
 ) -> tuple[tuple[BlockKey, ...], tuple[Row, ...], tuple[Row, ...]]:
-    """The linear system of a stripe, ``matrix · blocks = rows · terms``, as sparse as the parities
-    define it.
+    """Return the linear system of a stripe, ``matrix · blocks = rows · terms``.
+
+    It has one equation for each parity, and is as sparse as the parities' definitions.
+
+    Args:
+        blocks: the lost blocks of the stripe.
 
     Returns:
-        The keys of the terms, ``rows`` and ``matrix``.
+        The keys of the terms; ``rows``; ``matrix``.
     """
     parities = sorted({key for lost in blocks for key in lost.parities})
     others = sorted({key for lost in blocks for key, _ in lost.terms} - set(parities))
@@ -199,8 +206,11 @@ def equations(
 
 @lru_cache(maxsize=256)
 def _clear(combinations: tuple[Row, ...], parities: int) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
-    """Reduce the equations so that each has one parity of its own (the first columns). This removes
-    the coefficients that combining the equations has added."""
+    """Reduce the equations so that each contains exactly one parity (one of the first columns).
+
+    The equations given are combinations of these; reducing removes the coefficients that combining
+    them has added.
+    """
     size = len(combinations)
     both = np.hstack([np.array(combinations, np.uint8), np.eye(size, dtype=np.uint8)])
     reduced, _ = reduce_rows(both, parities)
@@ -213,7 +223,7 @@ def _add_multiple(target: Bytes, coefficient: int, data: Bytes) -> None:
         part = target[: len(data)]
         np.bitwise_xor(part, data, out=part)
         return
-    # One cell at a time, so that the product stays in the cache.
+    # Multiply one small piece (cell) at a time, so that the product stays in the CPU cache.
     product = np.empty(min(CELL_BYTES, len(target)), np.uint8)
     for start in range(0, len(data), CELL_BYTES):
         part = target[start : start + CELL_BYTES]
@@ -226,17 +236,17 @@ _NOTHING = Rebuild((), 0, "", ())
 
 
 class Decoder:
-    """Decodes the lost blocks that a plan assigns to one coordinate.
+    """Decodes the lost blocks that a plan assigns to one rank.
 
-    Blocks to decode from arrive in any order. Results are written directly to their place in a new
-    arena, so there is no second copy of them (P9).
+    The blocks from which they are decoded may arrive in any order. Results are written directly to
+    their place in a new arena, so there is no second copy of them (P9).
 
     Args:
         plan: plan of the sharding group.
         at: coordinate of this rank.
         place: directory of the new arena.
-        kept_bytes: most memory for blocks from other nodes that wait for the rest of their stripe.
-            Decoding is slower with less than a few stripes.
+        kept_bytes: most memory for blocks from other nodes that are kept until the rest of their
+            stripe arrives. Decoding is slow if this is less than the size of a few stripes.
     """
 
     def __init__(
@@ -260,7 +270,7 @@ class Decoder:
         self._lock = threading.Lock()
 
     def reserve(self) -> None:
-        """Create the arena. Called before the first block is added."""
+        """Create the arena; call this before the first block is added."""
         blocks = self._rebuild.blocks
         if not blocks:
             return
@@ -269,12 +279,12 @@ class Decoder:
         offsets = list(
             accumulate((sum(b.padded_bytes for b in stripe) for stripe in stripes), initial=0)
         )
-        # Use a new file: blocks in the file of an earlier attempt may be among the sources.
+        # Use a new file: the file of an earlier attempt may be among the sources.
         paths = (self._place.directory / decoded_name(str(self._at), n) for n in count())
         path = next(path for path in paths if not path.exists())
         self._arena = Arena.create(path, offsets[-1], len(blocks), self._place.secret)
-        # The arena belongs to the stored version, so its header has the degrees of the job that
-        # wrote that.
+        # The arena becomes part of the stored version, so its header has the parallel degrees of
+        # the job that wrote the version.
         of, written = self._rebuild.fetches[0], self._plan.written
         at = Coordinate(of.pp, self._at.dp % written.dp, of.tp)
         self._arena.begin(
@@ -297,7 +307,10 @@ class Decoder:
             self._uses.update(dict.fromkeys(stripe.keys, stripe))
 
     def room_for(self, fetch: Fetch) -> Bytes | None:
-        """A buffer in which to receive a block, so that it need not be copied; None: any buffer."""
+        """Return a buffer in which to receive a block, so that no copy is needed.
+
+        None: receive it in any buffer.
+        """
         stripe = self._uses.get(fetch.key)
         return None if stripe is None else stripe.room_for(fetch.key, fetch.nbytes)
 
@@ -306,12 +319,12 @@ class Decoder:
 
         Args:
             fetch: the block.
-            data: its bytes, uint8.
-            stays: ``data`` remains valid until :meth:`close`; otherwise it is copied, or used at
-                once.
+            data: bytes of the block, uint8.
+            stays: whether ``data`` remains valid until :meth:`close`; if not, the bytes are copied
+                or used at once.
         """
         if fetch.key.section is Section.CHECKSUMS:
-            # Several threads deliver blocks at the same time.
+            # Lock, because several threads deliver blocks at the same time.
             with self._lock:
                 self._checksums[fetch.key.member] = unpack_checksums(data.data)
         else:
@@ -320,12 +333,12 @@ class Decoder:
     def store(self) -> frozenset[BlockSource]:
         """Seal the decoded blocks in the arena.
 
-        Blocks are left out if one of their terms or the owner's checksums did not arrive: the next
-        plan fetches these from another source.
+        A block is left out if one of its terms, or its owner's checksums, did not arrive; the next
+        plan fetches what is missing from another source.
 
         Returns:
-            Parities that must not be used: blocks decoded from them, with other verified blocks,
-            differ from their owner's checksum. The next plan avoids them (P5).
+            Parities that must not be used. They were verified themselves, but a block decoded from
+            them differs from its owner's checksum. The next plan avoids them (P5).
         """
         done: list[Entry] = []
         wrong: list[LostBlock] = []
@@ -334,7 +347,7 @@ class Decoder:
             if known is None:
                 continue
             digest = checksum(data.data)
-            # A block without a checksum of its owner counts as wrong.
+            # A block for which the owner stored no checksum counts as wrong.
             if lost.position < len(known) and digest == known[lost.position]:
                 place = lost.start_bytes, lost.nbytes, self._rebuild.image_bytes, offset
                 done.append(Entry(lost.key, *place, digest, owner=False))
@@ -360,7 +373,7 @@ class Decoder:
         return refused
 
     def _decoded(self) -> Iterator[tuple[LostBlock, int, Bytes]]:
-        """Blocks whose terms have all arrived, with their offset in the arena and their bytes."""
+        """Yield each block whose terms have all arrived, with its arena offset and its bytes."""
         for start, stripe in self._stripes:
             if stripe.complete:
                 for at, (lost, data) in enumerate(
@@ -381,8 +394,11 @@ class Decoder:
 def rebuild_offline(
     plan: RecoveryPlan, arenas: OpenArenas, place: ArenaStore
 ) -> frozenset[BlockSource]:
-    """Decode all lost blocks on this machine, where all arenas can be read. Returns corrupt
-    sources, which the next plan has to avoid."""
+    """Decode all lost blocks on one machine on which all arenas can be read.
+
+    Returns:
+        Corrupt sources, which the next plan has to avoid.
+    """
     bad: set[BlockSource] = set()
     for coordinate, rebuild in sorted(plan.rebuilds.items()):
         with closing(Decoder(plan, coordinate, place)) as decoder:
@@ -400,23 +416,24 @@ def rebuild_offline(
 
 # -- completing a recovered version on a node that has no arena of it ------------------------------
 #
-# The node is new, or has lost its memory. Arenas of the other members stay unchanged. In addition
-# to the blocks that it restores, the new member receives the blocks that it has to store for its
-# ring peers. Each block is verified in its receive buffer and copied from there into the tensors,
-# if they need it, and into the new arena. Once every block has arrived, the arena is sealed with
-# the version's own label: the version is then as protected as before the loss. Until then the arena
-# is marked WRITING, and a recovery that starts again ignores it (P3).
+# The node is new, or has lost its memory. Arenas of the group's other members stay unchanged. In
+# addition to the blocks that it restores, the member on this node receives the blocks that it has
+# to store for its ring peers. Each block is verified in its receive buffer, and copied from there
+# into the live tensors, if these need it, and into the new arena. Once every block has arrived, the
+# arena is sealed under the id of the recovered version, which is then protected as well as before
+# the loss. Until then the arena is marked WRITING, and a recovery that starts anew ignores it (P3).
 #
-# This is done only for schemes that store copies. With an erasure code or recomputation, if scheme
-# or ring has changed, or after an error, a new version of the restored state is taken instead.
+# This is done only for schemes that store copies. In other cases a new version of the restored
+# state is taken instead: with an erasure code or recomputation, if scheme or ring has changed, or
+# after an error.
 
 
 @dataclass(frozen=True)
 class BlockSlot:
-    """The place of a block in an arena."""
+    """The place that is reserved for a block in an arena."""
 
     start_bytes: int  # Offset in the section's image
-    nbytes: int  # Length; for a host block the reserved length
+    nbytes: int  # Length of the block; for host state, the largest length
     arena_offset: int  # Offset from the start of the arena's data region
 
     def fits(self, fetch: Fetch) -> bool:
@@ -428,21 +445,21 @@ class BlockSlot:
 
 @dataclass(frozen=True)
 class ArenaLayout:
-    """Places of all blocks in the arena of a member, in a data region of ``data_bytes``."""
+    """The places of all blocks in a member's arena."""
 
-    rooms: Mapping[BlockKey, BlockSlot]
-    data_bytes: int
+    rooms: Mapping[BlockKey, BlockSlot]  # Place of each block
+    data_bytes: int  # Size of the arena's data region
 
 
 @dataclass(frozen=True)
 class StoreConfig:
-    """Configures how this incarnation stores versions."""
+    """How the running job stores versions."""
 
     scheme: str  # The active protection scheme
-    # File of the arena in which a version is completed; None if every slot has a file
+    # File for the new arena; None if this rank has no free slot: each already has a file
     path: Path | None
-    # Lays out this rank's arena, from the bytes of the replicated image and of each member's owned
-    # image
+    # Function that lays out this rank's arena. Arguments: the size in bytes of the replicated image
+    # and of each member's owned image
     blueprint: Callable[[int, tuple[int, ...]], ArenaLayout]
 
 
@@ -452,18 +469,17 @@ def plan_kept(
     records: Sequence[ArenaRecord],
     topology: Topology,
 ) -> dict[Coordinate, tuple[Fetch, ...]]:
-    """Plan the blocks that members without an arena of the version have to store for ring peers.
-    Pure.
+    """Plan which blocks members without an arena of the version store for their ring peers. Pure.
 
     Args:
-        group: (pp, tp).
+        group: (pp, tp) of the sharding group.
         sources: usable blocks of the version.
         records: arenas of the group that hold the version.
         topology: placement of the running job.
 
     Returns:
-        For each such member, the blocks that it does not restore itself; empty if the version
-        cannot be completed.
+        For each such member, the blocks that it has to store in addition to those that it restores;
+        empty if the version cannot be completed.
     """
     pp, tp = group
     at_home: dict[int, ArenaHeader] = {}
@@ -496,13 +512,13 @@ def plan_kept(
 
 
 class ArenaRebuilder:
-    """Fills the arena of a member that has none, while blocks arrive.
+    """Fills an arena for a member that has none of the version, while the blocks arrive.
 
     Args:
         plan: plan of the sharding group.
         at: coordinate of this rank.
         place: directory of the arena.
-        how: how this incarnation stores versions; None: the version is not completed.
+        how: how the running job stores versions; None: this object does nothing.
         stored: header of any arena of the group that holds the version.
     """
 
@@ -526,8 +542,10 @@ class ArenaRebuilder:
         self._lock = threading.Lock()  # Guards _arrived; blocks are written without it, in parallel
 
     def begin(self) -> None:
-        """Create the arena; its memory is allocated while blocks arrive. If that fails, the version
-        is not completed here, and the job continues."""
+        """Create the arena; its memory is allocated while blocks arrive.
+
+        If that fails, the version is not completed on this node, and the recovery continues.
+        """
         plan, how = self._plan, self._how
         if how is None or how.path is None:
             return
@@ -549,7 +567,7 @@ class ArenaRebuilder:
             )
             self._arena = arena
             arena.begin(header)
-        except (ReftError, OSError) as error:  # the state is still restored
+        except (ReftError, OSError) as error:  # The state is restored in spite of this
             self._give_up(error)
             return
         self._rooms = drawn.rooms
@@ -574,8 +592,7 @@ class ArenaRebuilder:
             self._arrived[fetch.key] = fetch
 
     def seal(self) -> None:
-        """Seal the arena if no block is missing here. Called after all blocks have arrived on every
-        rank."""
+        """Seal the arena if it has all its blocks; called when all have arrived on every rank."""
         arena = self._arena
         if arena is None or not self._rooms:
             return
@@ -616,7 +633,7 @@ class ArenaRebuilder:
         )
 
     def close(self) -> None:
-        """Close the arena. The file stays, for the next versions."""
+        """Close the arena; its file stays, for later versions."""
         self._rooms = {}
         if self._arena is not None:
             self._arena.unlock()

@@ -1,15 +1,19 @@
-"""Restores the newest complete version: decide, plan, decode lost blocks, transfer and verify, and
-repeat until no source is corrupt.
+"""Restores the newest complete version from the arenas of all nodes.
+
+An arena is a shared-memory file with one rank's part of a version, cut into blocks. The steps are:
+choose the version, plan a source for every block, decode lost blocks from parity, transfer and
+verify all blocks. If a source proves corrupt, plan again without it, until none is.
 
 All ranks exchange two things: which node holds which version (summaries without block tables), and
-what each sharding group can recover. From these all ranks choose the same version. Everything else
-stays in the sharding group: block tables, plan, refused sources, and the bytes. All ranks go
-through the same stages. Each stage ends with an agreement of all ranks, so that all plan again, or
-fail, together.
+which versions each sharding group (the data-parallel peers with the same pp and tp) can recover.
+From these all ranks choose the same version. Everything else stays within the sharding group: block
+tables, plan, refused sources, and the bytes. All ranks go through the same stages, and at the end
+of each stage agree on its result, so that all continue, plan again or fail together.
 
-A version of another layout is recovered in the same way, in the sharding groups of the job that
-wrote it. If only the number of replicas differs, each old group is handled by the new group of the
-same (pp, tp); if stages or slices differ, all ranks take part in all old groups.
+A version of a different layout (pp, dp, tp) is recovered in the same way, in the sharding groups of
+the job that wrote it. If only the number of replicas differs, each old group is handled by the new
+group with the same (pp, tp). If the number of stages or slices differs, all ranks take part in all
+old groups.
 """
 
 from __future__ import annotations
@@ -83,15 +87,18 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Participant:
-    """A rank that takes part in a recovery. All ranks create it with equal arguments, except for
-    the directory."""
+    """This rank, as it takes part in a recovery.
+
+    All ranks create this object, with equal arguments except for ``control`` and ``place``.
+    """
 
     topology: Topology
     control: ControlGroup
     job_id: str
-    place: ArenaStore  # The job's memory on this node, or this node's part of a version on storage
+    # Directory of arenas: the job's memory on this node, or the node's part of a stored version
+    place: ArenaStore
     faults: FaultPlan | None = None
-    # Bytes of receive buffers, and of buffers for blocks that wait to be decoded
+    # Size of the receive buffers, and also of the buffers for blocks that wait to be decoded
     window_bytes: int = DEFAULT_WINDOW_BYTES
 
     @property
@@ -102,7 +109,7 @@ class Participant:
         """Run ``stage`` on every rank and gather the results. Collective.
 
         Args:
-            stage: returns this rank's message.
+            stage: function that returns this rank's message.
             doing: description of the stage, for the error message.
 
         Returns:
@@ -110,7 +117,7 @@ class Participant:
 
         Raises:
             TransferError: the stage failed on another rank.
-            Exception: the error of this rank's stage, after the others have received it.
+            Exception: this rank's stage failed; the other ranks have been informed.
         """
         mine, failure = b"", None
         try:
@@ -123,19 +130,17 @@ class Participant:
         return bodies
 
     def agree(self, stage: Callable[[], bool], doing: str) -> bool:
-        """Run ``stage`` on every rank and combine the results. Collective. Only a few bytes are
-        sent if no rank fails.
+        """Run ``stage`` on every rank; return whether it returned True on any rank. Collective.
+
+        Only a few bytes are sent unless a rank fails.
 
         Args:
-            stage: returns this rank's flag.
+            stage: function that returns this rank's flag.
             doing: description of the stage, for the error message.
-
-        Returns:
-            True if the stage returned True on any rank.
 
         Raises:
             TransferError: the stage failed on another rank.
-            Exception: the error of this rank's stage, after the others have received it.
+            Exception: this rank's stage failed; the other ranks have been informed.
         """
         said, failure = False, None
         try:
@@ -168,13 +173,15 @@ class Participant:
         return bodies
 
 
-# This rank's part of a stage; returns the sources that it refuses
+# Function that does this rank's part of a stage, and returns the sources that it found corrupt
 RecoveryStage = Callable[[], frozenset[BlockSource] | None]
 
 
 class CorruptionKind(StrEnum):
-    """How a block is corrupt: in the arena, on arrival, or, for an intact parity, because it was
-    computed from other data."""
+    """Where a block is corrupt: in its arena, or only on arrival.
+
+    OTHER_DATA means a parity block whose bytes are intact, but which was computed from other data.
+    """
 
     STORED = "corrupt or unreadable in"
     IN_TRANSIT = "corrupt on the way from"
@@ -185,10 +192,10 @@ class CorruptionKind(StrEnum):
 class Repair:
     """One stored block that could not be used, and its replacement."""
 
-    label: VersionId  # Version of the block
-    fetch: Fetch
+    label: VersionId  # Version to which the block belongs
+    fetch: Fetch  # The block and the source that could not be used
     flaw: CorruptionKind
-    replaced_by: str = ""  # Description of the source that was used instead
+    replaced_by: str = ""  # Text that names the source that was used instead
 
     def __str__(self) -> str:
         fetch = self.fetch
@@ -200,8 +207,10 @@ class Repair:
 
 
 class BadSources:
-    """The sources refused so far. For a sharding group they are the same on all its
-    participants."""
+    """The corrupt sources found so far.
+
+    All ranks that take part in the recovery of a sharding group know the same ones for that group.
+    """
 
     def __init__(self, me: Participant) -> None:
         self._me = me
@@ -212,8 +221,10 @@ class BadSources:
         return frozenset(self._findings)
 
     def in_transit(self, node: str, label: VersionId) -> list[Fetch]:
-        """Blocks of a version from ``node`` that arrived corrupt; they may be intact in the
-        arena."""
+        """Return blocks of a version that arrived corrupt from ``node``.
+
+        Such a block may be intact in its arena.
+        """
         found = [
             f
             for f in self._findings.values()
@@ -228,24 +239,24 @@ class BadSources:
         stage: RecoveryStage,
         flaw: CorruptionKind,
     ) -> bool:
-        """Run ``stage`` on every rank and record the sources that any rank refuses. Collective.
+        """Run ``stage`` on every rank, and record the sources that any rank refuses. Collective.
 
-        An error of one rank is sent to all ranks, a refused source only to the participants of its
-        sharding group.
+        If a stage fails on a rank, all ranks learn of the error. If it refuses a source, only the
+        participants in the source's sharding group learn of it.
 
         Args:
-            plans: plans of the groups in which this rank takes part.
-            parts: participants of each of these groups.
+            plans: plans of the sharding groups in which this rank takes part.
+            parts: ranks that take part in each of these groups.
             stage: does this rank's part, and returns the sources that it refuses.
-            flaw: how refused blocks are corrupt.
+            flaw: where the refused blocks are corrupt.
 
         Returns:
             Whether any rank refused a source.
 
         Raises:
             TransferError: a peer is gone, or its stage failed.
-            BrokenOffError: this rank's stage failed and it has left the connections.
-            Exception: the error of this rank's stage, after the others have received it.
+            BrokenOffError: this rank's stage failed, and it has closed its connections.
+            Exception: this rank's stage failed; the other ranks have been informed.
         """
         found: frozenset[BlockSource] = frozenset()
 
@@ -277,10 +288,10 @@ class BadSources:
         return True
 
     def repairs(self, plan: RecoveryPlan) -> tuple[Repair, ...]:
-        """Sources refused in the sharding group of ``plan``, with the sources used instead.
+        """Return the corrupt sources of a sharding group, with the sources used instead.
 
         Args:
-            plan: the plan that was carried out.
+            plan: the group's plan that was carried out.
         """
         groups: set[Group] = set()
         used: dict[tuple[int, int, BlockKey], set[str]] = {}
@@ -293,7 +304,7 @@ class BadSources:
             fetch = finding.fetch
             if (fetch.pp, fetch.tp) not in groups:
                 continue
-            # A block that was read only to decode others is not in the final plan.
+            # A block that was only read to decode others does not appear in the final plan.
             places = sorted(used.get((fetch.pp, fetch.tp, fetch.key), ()))
             instead = ", ".join(places) or "other blocks of its stripe"
             if finding.label != plan.label:
@@ -317,20 +328,22 @@ def unpack_sources(body: bytes) -> frozenset[BlockSource]:
 
 
 Prepare = Callable[[Mapping[Coordinate, bytes], Degrees], Sequence[ImageRange]]
-"""Prepares the live state from the verified host images that
-:func:`~reft.recover.decide.host_state_sources` names, and their layout. If that differs from the
-job's, it returns the ranges of the other images that this coordinate needs."""
+"""Function that prepares the live state for the blocks to come.
+
+Its arguments are the verified host images (serialized host state) of the ranks that
+:func:`~reft.recover.decide.host_state_sources` names, and the layout of the version. If that layout
+differs from the job's, it returns the ranges of other images that this rank needs.
+"""
 
 
 @dataclass(frozen=True)
 class RecoveryOutcome:
-    """A restored version: ``plan`` and ``repaired`` belong to the sharding group, ``stats`` to this
-    rank."""
+    """The result of a successful recovery."""
 
-    plan: RecoveryPlan
-    stats: TransferStats
-    repaired: tuple[Repair, ...] = ()
-    rounds: int = 1
+    plan: RecoveryPlan  # Plan of this rank's sharding group that was carried out
+    stats: TransferStats  # Transfers of this rank
+    repaired: tuple[Repair, ...] = ()  # Corrupt blocks of the sharding group
+    rounds: int = 1  # Number of plans that were tried, the last one included
 
     @property
     def label(self) -> VersionId:
@@ -346,9 +359,10 @@ class Recovery:
 
     Args:
         me: this rank.
-        completing: how this incarnation stores versions, to complete the version on nodes without
-            an arena of it; None: it is not completed. Given on all ranks or on none.
-        any_layout: versions of other layouts may be restored.
+        completing: how the running job stores versions. With it, the recovery also fills the arena
+            of each rank whose node has none of the version. None: it does not. Must be given on all
+            ranks or on none.
+        any_layout: whether versions of other layouts may be restored.
     """
 
     def __init__(
@@ -365,10 +379,11 @@ class Recovery:
         self._found: _GroupFindings
 
     def survey(self) -> RecoveryPlan | NotRecoverable:
-        """Take inventory and choose the version. Collective; no memory is changed.
+        """Take inventory, choose the version and plan. Collective; no memory is changed.
 
         Returns:
-            The plan of this rank's sharding group for the chosen version, or why there is none.
+            The plan of this rank's sharding group for the chosen version, or why no version can be
+            recovered.
         """
         self._poll()
         self._plan()
@@ -379,29 +394,29 @@ class Recovery:
         return self._me.at.pp, self._me.at.tp
 
     def restore(self, prepare: Prepare, copy: Copy) -> RecoveryOutcome | NotRecoverable:
-        """Carry out the plan: transfer and verify, and plan again until no source is corrupt.
-        Collective; called after :meth:`survey`.
+        """Carry out the plan, and plan again as long as a source is corrupt. Collective.
 
-        If a block is corrupt, a part of the state may have been written already: after the next
-        plan ``prepare`` and ``copy`` are called again.
+        Call this after :meth:`survey`. When a block proves corrupt, a part of the state may already
+        be written; with the next plan ``prepare`` and ``copy`` are called again.
 
         Args:
-            prepare: receives the verified host images.
-            copy: receives the blocks of the other sections, and returns their checksums. For a
-                version of another layout, only blocks with requested ranges.
+            prepare: called with the verified host images.
+            copy: called with each block of the other sections; returns the block's checksum. For a
+                version of a different layout, called only with blocks that contain the ranges that
+                ``prepare`` returned.
 
         Returns:
-            The outcome. If it is :class:`NotRecoverable`, the live state may be incomplete and has
+            The outcome. If it is :class:`NotRecoverable`, the live state may be incomplete, and has
             to be restored from another source.
 
         Raises:
             TransferError: a peer is gone, or could not restore its part; the message names the
                 cause.
-            Exception: the error of ``prepare`` or ``copy``, on the rank where it was raised.
+            Exception: ``prepare`` or ``copy`` failed on this rank.
         """
         for attempt in count(1):
-            # The loop ends: a plan never uses a refused source, so every further round refuses new
-            # ones; and decoded blocks are stored, so the next round has fewer lost blocks.
+            # The loop ends: no plan uses a refused source, so every further round either refuses
+            # new sources, or has fewer lost blocks, because decoded blocks have been stored.
             found = self._found
             if not found.plans:
                 return found.refusal
@@ -420,9 +435,10 @@ class Recovery:
         raise AssertionError("unreachable")
 
     def _decode_lost(self) -> None:
-        """Decode blocks that no node holds, so that the next plan finds them. Collective.
+        """Decode blocks that no node holds, and store them, so that the next plan finds them.
 
-        Corrupt sources are recorded; a later round decodes the blocks that need them from others.
+        Collective. Corrupt sources are recorded; blocks that could not be decoded because of them
+        are decoded from other sources in a later round.
         """
         part = {group: plan.to_decode() for group, plan in self._found.plans.items()}
 
@@ -458,20 +474,20 @@ class Recovery:
                 )
                 for group, plan in mine.items()
             }
-            # Reserve in a stage of its own, without messages: if it fails on one rank, no peer
-            # waits for a block.
+            # Allocate in a stage of its own, without transfers: if that fails on one rank, no peer
+            # waits for a block from it.
             self._share(part, reserve, CorruptionKind.STORED)
             if not self._share(part, move, CorruptionKind.IN_TRANSIT):
                 self._share(part, store, CorruptionKind.OTHER_DATA)
 
     def _carry_out(self, prepare: Prepare, copy: Copy) -> bool:
-        """Restore the state. Collective.
+        """Restore the state according to the plan. Collective.
 
-        Every stage ends with an agreement of all ranks, so an error of one rank stops all of them
-        before the next stage.
+        After every stage all ranks agree on its result, so that an error on one rank stops all
+        ranks before the next stage.
 
         Returns:
-            False if a source was found corrupt on any rank; it is recorded then.
+            False if any rank found a corrupt source, which is then recorded.
         """
         me, own, plans = self._me, self._found.own, self._found.plans
         sizes: Counter[Coordinate] = Counter()
@@ -513,15 +529,18 @@ class Recovery:
             return self._all_right(move_state, move_kept, completion.seal)
 
     def _all_right(self, *stages: RecoveryStage) -> bool:
-        """Run the stages in order, until a rank refuses a source. Returns whether none did."""
+        """Run the stages in order; stop and return False once any rank has refused a source."""
         known = {group: plan.with_kept() for group, plan in self._found.plans.items()}
         return not any(self._share(known, stage, CorruptionKind.IN_TRANSIT) for stage in stages)
 
     def _share(
         self, plans: Mapping[Group, RecoveryPlan], stage: RecoveryStage, flaw: CorruptionKind
     ) -> bool:
-        """Call :meth:`BadSources.share`. Blocks that arrived corrupt are then checked in their
-        arena, to distinguish damaged memory from a damaged transfer."""
+        """Run a stage with :meth:`BadSources.share`; return whether any rank refused a source.
+
+        If blocks arrived corrupt, their senders then check them in the arenas, to distinguish
+        damaged memory from a damaged transfer.
+        """
         parts, label = self._found.parts, self._found.own.label
         refused = self._ledger.share(plans, parts, stage, flaw)
         if refused and flaw is CorruptionKind.IN_TRANSIT:
@@ -538,12 +557,12 @@ class Recovery:
             window_bytes=self._me.window_bytes,
             **options,
         )
-        # Blocks that are read for decoding are not restored yet: count only the bytes sent.
+        # Not counted: blocks that are read for decoding are not restored yet. Keep only sent bytes.
         self._moved.append(stats if counted else replace(stats, bytes_from={}))
         return bad
 
     def _stats(self) -> TransferStats:
-        """Sum of all transfers so far. Buffers are reused, so their maximum counts."""
+        """Add up all transfers so far; of the buffer sizes take the largest, as they are reused."""
         total: Counter[str] = Counter({str(kind): 0 for kind in SourceKind})
         for part in self._moved:
             total.update(part.bytes_from)
@@ -555,8 +574,10 @@ class Recovery:
         )
 
     def _ask(self, pieces: Sequence[ImageRange]) -> None:
-        """Send the needed ranges to the participants of each sharding group, and plan for the
-        ranges received. Collective."""
+        """Tell the participants of each sharding group which ranges this rank needs, then plan.
+
+        Collective. The new plans contain the blocks with the ranges that all ranks need.
+        """
         found = self._found
         mine = msgpack.packb([[p.of.pp, p.of.dp, p.of.tp, str(p.section), *p[2:]] for p in pieces])
         bodies = {peer: b"" for peers in found.parts.values() for peer in peers}
@@ -580,8 +601,11 @@ class Recovery:
     # -- inventory and plan ------------------------------------------------------------------------
 
     def _poll(self) -> None:
-        """Exchange summaries with all ranks, and block tables with the participants of this rank's
-        sharding groups. Collective."""
+        """Take inventory on all ranks. Collective.
+
+        Summaries are exchanged with all ranks, and block tables with the ranks that take part in
+        the same sharding groups.
+        """
         mine: list[ArenaRecord] = []
 
         def summarized() -> bytes:
@@ -609,8 +633,11 @@ class Recovery:
     def _swap_tables(
         self, mine: Sequence[ArenaRecord], parts: Mapping[Group, tuple[int, ...]]
     ) -> dict[Group, list[ArenaRecord]]:
-        """Gather the complete arenas of this rank's groups from all nodes, sorted by node and
-        name."""
+        """Gather the block tables of the complete arenas of this rank's groups from all nodes.
+
+        Returns:
+            The arenas of each group, sorted by node and name.
+        """
         tables = block_tables(
             mine, parts, self._topology, job_id=self._me.job_id, any_layout=self._any_layout
         )
@@ -635,8 +662,11 @@ class Recovery:
         return tables
 
     def _plan(self) -> None:
-        """Check the versions of this rank's groups, exchange the results, choose the version, and
-        plan. Collective."""
+        """Choose the version to restore, and plan for this rank's groups. Collective.
+
+        Each group checks which versions it can recover; all ranks exchange the results and choose
+        the same version.
+        """
         found = self._found
         sources = {}
 
@@ -652,7 +682,8 @@ class Recovery:
         told = self._me.gather(judged, "judging the versions in memory")
         speakers = {(pp, tp): self._topology.group(pp, tp)[0] for pp, tp in self._topology.groups()}
         verdicts = {group: decode_verdicts(told[rank]) for group, rank in speakers.items()}
-        # Add groups of other layouts, which all ranks have checked.
+        # Add groups that only other layouts have: all ranks take part in them, and have checked
+        # them.
         for group, of_group in sources.items():
             verdicts.setdefault(group, {label: GroupStatus.of(s) for label, s in of_group.items()})
         decision = decide(found.findings, verdicts)
@@ -689,23 +720,23 @@ class Recovery:
 
 @dataclass
 class _GroupFindings:
-    """Results of a survey for the sharding groups in which this rank takes part."""
+    """What a survey found for the sharding groups in which this rank takes part."""
 
-    findings: InventorySummary  # The versions on each node, for the whole job
-    # The groups in which this rank takes part, its own first, with their participants
+    findings: InventorySummary  # Versions on each node, for the whole job
+    # Groups in which this rank takes part, its own first, with the ranks that take part in each
     parts: Mapping[Group, tuple[int, ...]]
-    tables: Mapping[Group, list[ArenaRecord]]  # Complete arenas of the groups on all nodes
+    tables: Mapping[Group, list[ArenaRecord]]  # Complete arenas of these groups on all nodes
     # The chosen version; not set while ``plans`` is empty
     decision: Decision = field(init=False)
-    # Usable blocks of the version in each group
+    # Usable blocks of the chosen version in each group
     sources: Mapping[Group, GroupSources] = field(default_factory=dict)
     # Plan of each group; empty if no version can be recovered
     plans: dict[Group, RecoveryPlan] = field(default_factory=dict)
-    # Plan of the own group; of all groups if the version has other stages or slices
+    # Plan of this rank's own group; if the version has different stages or slices, of all groups
     own: RecoveryPlan = field(init=False)
     # Why no version can be recovered; not set if there are plans
     refusal: NotRecoverable = field(init=False)
-    # Arenas on this node that hold the version
+    # Arenas on this node that hold the chosen version
     inventory: Inventory = field(default_factory=lambda: Inventory("", ()))
 
 

@@ -2,9 +2,10 @@
 
 Blocks are sent from host memory to host memory, over direct connections between ranks. One thread
 reads and writes these connections; other threads verify and copy the blocks that have arrived, and
-those on this node. Every block is compared with the checksum taken when it was copied, before it
-counts as restored (P5). The ranks exchange the corrupt sources afterwards, and plan again without
-them. Receive buffers are bounded by the window, so there is never a second copy of the state (P9).
+those on this node. A block counts as restored only if its bytes match the checksum that was
+computed when the version was taken (P5). Afterwards the ranks exchange the corrupt sources, and
+plan again without them. The receive buffers have a fixed total size, the window, so there is never
+a second copy of the state (P9).
 """
 
 from __future__ import annotations
@@ -47,20 +48,23 @@ logger = logging.getLogger(__name__)
 DEFAULT_WINDOW_BYTES = 64 * 2**20
 
 RoomFor = Callable[[Fetch], torch.Tensor | None]
-"""Returns separate memory in which a block from another node is received (1-D uint8, CPU, of its
-length), or None to use a buffer that is reused."""
+"""Function that returns memory in which a block is received and stays (1-D uint8, CPU, of the
+block's length); None: receive the block in a buffer that is reused."""
 Arrived = Callable[[int, Fetch, torch.Tensor], None]
-"""Called for each arrived block, with its number for :meth:`Inbox.used`, the fetch, the bytes."""
+"""Function that is called for each block that has arrived, with the number for :meth:`Inbox.used`,
+the block's fetch, and its bytes."""
 
 
 class Inbox:
-    """The blocks that one rank receives. One thread reads them from the connections; others process
-    them and call :meth:`used`.
+    """The receive buffers of one rank.
+
+    One thread reads blocks from the connections into them. Other threads process the blocks, and
+    call :meth:`used` when a buffer is free again.
 
     Args:
         moves: blocks to receive, in order.
-        room_for: gives memory to blocks that stay where they are received.
-        window_bytes: receive buffers. A larger block is received alone.
+        room_for: returns memory for blocks that stay where they are received.
+        window_bytes: total size of the receive buffers. A larger block is received alone.
         arrived: called with each block that has arrived.
     """
 
@@ -77,11 +81,10 @@ class Inbox:
         self._pool = Pool(window_bytes)
         self._buffers: dict[int, Bytes] = {}
         self.peak_bytes = 0
-        self._refused = False  # A block was refused because it is beyond the window
-        # Guards the window and the buffers: the reading thread opens blocks, the others return
-        # their buffers.
+        self._refused = False  # Whether a block got no buffer because it is beyond the window
+        # Guards window and buffers: the reading thread takes buffers, other threads return them.
         self._lock = threading.Lock()
-        # Wakes the reading thread, which waits for its connections, when the window has moved.
+        # Wakes the reading thread, which polls its connections, when the window has moved.
         self.wake, self._waker = socket.socketpair()
         self._waker.setblocking(False)
 
@@ -92,8 +95,7 @@ class Inbox:
         return {src: Stream(self, of_peer) for src, of_peer in numbers.items()}
 
     def open(self, number: int) -> tuple[int, Fetch, torch.Tensor] | None:
-        """The number, the fetch and the receive buffer of a block; None while it is beyond the
-        window."""
+        """Return a block's number, fetch and receive buffer; None while it is beyond the window."""
         fetch = self._moves[number].fetch
         with self._lock:
             begin = self._ends[self._first] - self._moves[self._first].fetch.nbytes
@@ -116,7 +118,7 @@ class Inbox:
         with self._lock:
             buffer = self._buffers.pop(number, None)
             self._unused.discard(number)
-            # Only the first block of the window moves it; others need not wake the reading thread.
+            # The window moves only when its first block is used: otherwise do not wake the reader.
             wakes = self._refused and number == self._first
             while self._first < len(self._moves) and self._first not in self._unused:
                 self._first += 1
@@ -125,7 +127,7 @@ class Inbox:
         if buffer is not None:
             self._pool.give_back(buffer)
         if wakes:
-            with suppress(BlockingIOError):  # the socket is full: the thread will wake anyway
+            with suppress(BlockingIOError):  # The socket is full, so the reader will wake anyway
                 self._waker.send(b"1")
 
     def close(self) -> None:
@@ -134,7 +136,7 @@ class Inbox:
 
 
 class Stream:
-    """The blocks that one peer sends, in order; a :class:`reft.control.transport.ReceiveSink`."""
+    """The blocks that one peer sends, in order, as a ReceiveSink of the transport."""
 
     def __init__(self, inbox: Inbox, numbers: deque[int]) -> None:
         self._inbox = inbox
@@ -160,19 +162,19 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class BlockMove:
-    """One block on its way from global rank ``src`` to ``dst``."""
+    """One block that is sent from one rank to another."""
 
-    src: int
-    dst: int
+    src: int  # Global rank that sends
+    dst: int  # Global rank that receives
     fetch: Fetch
 
 
 def serving_ranks(plan: RecoveryPlan, topology: Topology) -> dict[BlockSource, int]:
     """Choose the rank that reads and sends each stored block that another node needs.
 
-    Any rank of a node can read every arena there. A member of the block's sharding group is chosen,
-    among several the one with the fewest bytes so far. If no member runs there, another rank of
-    the node is used.
+    Any rank of a node can read every arena of the node. Chosen is a member of the block's sharding
+    group; among several, the one with the fewest bytes to send so far. If no member runs on the
+    node, another rank of the node is chosen.
 
     Raises:
         TransferError: no rank runs on the node of a source.
@@ -199,7 +201,7 @@ def serving_ranks(plan: RecoveryPlan, topology: Topology) -> dict[BlockSource, i
 
 
 def _network_fetches(plan: RecoveryPlan) -> list[tuple[int, Fetch]]:
-    """Fetches that are not local, with the position of their coordinate, in plan order."""
+    """List the fetches from other nodes in plan order, with the index of the receiving rank."""
     return [
         (at, fetch)
         for at, coordinate in enumerate(sorted(plan.fetches))
@@ -209,10 +211,10 @@ def _network_fetches(plan: RecoveryPlan) -> list[tuple[int, Fetch]]:
 
 
 def make_moves(plan: RecoveryPlan, topology: Topology) -> list[BlockMove]:
-    """Order the fetches that are not local.
+    """Order the blocks that are sent between nodes.
 
-    The order makes every rank exchange with a different peer at a time, and blocks that are decoded
-    together arrive together.
+    In this order different ranks receive from different peers at any time, and blocks that are
+    decoded together arrive together.
     """
     servers = serving_ranks(plan, topology)
     receivers = [topology.rank_of(c) for c in sorted(plan.fetches)]
@@ -229,8 +231,11 @@ def make_moves(plan: RecoveryPlan, topology: Topology) -> list[BlockMove]:
 
 
 def _stripe_numbers(rebuild: Rebuild | None) -> dict[BlockKey, int]:
-    """Number of the stripe of every block that is read for decoding. A peer rarely has more than
-    one block of a stripe, so the number also serves as the peer's turn in :func:`make_moves`."""
+    """Return the number of the stripe to which each block that is read for decoding belongs.
+
+    A peer rarely sends more than one block of a stripe, so :func:`make_moves` can use this number
+    in place of the number of blocks that the peer has sent before.
+    """
     stripes = () if rebuild is None else find_stripes(rebuild.blocks)
     return {
         key: number
@@ -243,20 +248,21 @@ def _stripe_numbers(rebuild: Rebuild | None) -> dict[BlockKey, int]:
 _MAX_THREADS = 8
 
 Sink = Callable[[Fetch, torch.Tensor], None]
-"""Receives a verified block (1-D uint8, CPU). The tensor must not be stored, since its buffer is
-reused; exceptions are memory of :data:`RoomFor`, and local blocks, which are views of the arena
-until that is closed. May be called again for the same block, and by several threads at the same
-time for different blocks."""
+"""Function that is called with each verified block (1-D uint8, CPU).
+
+It must not keep the tensor, whose buffer is reused. Exceptions are tensors in memory of
+:data:`RoomFor`, and local blocks, which are views of the arena until that is closed. It may be
+called again for the same block, and by several threads at the same time for different blocks.
+"""
 
 Copy = Callable[[Fetch, torch.Tensor], int]
-"""Copies a block that is not verified yet into place, and returns the checksum of the copied bytes,
-in one pass. If that differs from the block's checksum, the target has to be written again.
-Otherwise like :data:`Sink`."""
+"""Function that copies a block, not yet verified, into its place, and returns the checksum of the
+copied bytes, in one pass. If that differs from the block's checksum, the place will be written
+again. The rules of :data:`Sink` about the tensor and about threads apply."""
 
 
 class BrokenOffError(ReftError, RuntimeError):
-    """This rank cannot continue and has closed its connections, so that its peers notice at
-    once."""
+    """Raised if this rank cannot continue; it has closed its connections, so its peers notice."""
 
 
 @dataclass(frozen=True)
@@ -291,24 +297,25 @@ def execute(
 
     Args:
         plans: plans of one version, for all sharding groups in which this rank receives or sends.
-            Two ranks with several groups in common pass them in the same order.
+            If two ranks have several groups in common, they must pass these in the same order.
         topology: nodes and coordinates of all ranks.
         control: connections to the other ranks.
         arenas: opened arenas of this node.
-        sink: receives the verified blocks of this rank's coordinate.
-        copy: receives them before they are verified; by default they are only hashed.
-        room_for: gives memory, in addition to the window, to blocks that stay where they are
+        sink: called with each verified block that this rank needs.
+        copy: called with each block before it is verified; by default it only computes the
+            checksum.
+        room_for: returns memory, in addition to the window, for blocks that stay where they are
             received.
-        window_bytes: receive buffers of this rank. A larger block is received alone.
+        window_bytes: total size of this rank's receive buffers. A larger block is received alone.
         faults: faults to inject, in tests.
 
     Returns:
-        The statistics, and the sources that did not arrive intact here.
+        The statistics, and the sources whose blocks did not arrive intact on this rank.
 
     Raises:
-        TransferError: a peer is gone or silent. The sink has not received all blocks.
-        BrokenOffError: this rank failed in another way before it had served its peers.
-        Exception: the error of ``copy`` or ``sink``, after this rank has served its peers.
+        TransferError: a peer is gone or silent. ``sink`` was not called for all blocks.
+        BrokenOffError: this rank failed in another way before it had sent all its blocks.
+        Exception: ``copy`` or ``sink`` failed; this rank has nevertheless sent all its blocks.
     """
     transfer = _Transfer(plans, topology, control, copy, sink, faults or FaultPlan())
     try:
@@ -316,7 +323,7 @@ def execute(
     except TransferError:
         raise
     except Exception as error:
-        if transfer.failure is error:  # the peers were served
+        if transfer.failure is error:  # This rank has sent all its blocks
             raise
         control.leave()
         raise BrokenOffError(
@@ -340,9 +347,9 @@ class _Transfer:
         self._fetches = [fetch for plan in self.plans for fetch in plan.fetches.get(at, ())]
         self._stored: Mapping[tuple[str, str], torch.Tensor] = {}
         self._zeros = torch.empty(0, dtype=torch.uint8)
-        # Threads only add to this set, which is atomic; it is read after they have been joined.
-        # ``failure`` is shared without a lock too: any error will do, and a thread that reads it
-        # late only delivers one more block.
+        # No lock for this set: threads only add to it, which is atomic, and it is read after they
+        # were joined. No lock for ``failure`` either: any one error suffices, and a thread that
+        # reads the attribute late only delivers one more block.
         self._bad: set[BlockSource] = set()
         self._counting = threading.Lock()  # Guards the two counters: += is not atomic
         self._arrived = 0
@@ -377,8 +384,8 @@ class _Transfer:
                 work.give_up()
                 raise
             finally:
-                # The threads use the inbox, and write to live tensors: wait before either is
-                # closed or restored again.
+                # The threads use the inbox and write to live tensors. Wait for them before the
+                # inbox is closed, and before the tensors may be restored again.
                 for thread in threads:
                     thread.join()
         if self.failure is not None:
@@ -392,8 +399,10 @@ class _Transfer:
         return stats, frozenset(self._bad)
 
     def _threads(self, blocks: int) -> int:
-        """Number of threads: this rank's share of the node's usable cores. Hashing and copying
-        release the GIL, and one core alone does not reach the memory bandwidth."""
+        """Return the number of threads to use: this rank's share of the node's usable cores.
+
+        Hashing and copying release the GIL, and one core alone cannot use the memory bandwidth.
+        """
         neighbours = self.topology.nodes.count(self.topology.nodes[self.control.rank])
         return min(_MAX_THREADS, blocks, max(1, len(os.sched_getaffinity(0)) // neighbours))
 
@@ -405,8 +414,11 @@ class _Transfer:
                 inbox.used(number)
 
     def _read(self, fetch: Fetch) -> torch.Tensor:
-        """View the stored bytes in their arena. A missing source is sent as zeros, so that the
-        receiver does not wait for it; their checksum is wrong, and the receiver refuses them."""
+        """Return a view of a block's stored bytes; zeros if the source is missing.
+
+        Zeros are sent so that the receiver does not wait in vain. It refuses them because of their
+        checksum.
+        """
         stored = self._stored.get((fetch.node, fetch.arena))
         data = (
             None
@@ -437,13 +449,12 @@ class _Transfer:
             with self._counting:
                 self._bytes_from[fetch.reported_kind] += fetch.nbytes
         except Exception as error:
-            # Raise it only after all blocks were sent, since peers wait for them.
+            # Raise it only after this rank has sent all its blocks, for which peers wait.
             self.failure = error
 
 
 class _Work:
-    """Queue of blocks to deliver: received blocks first, so that their buffers are soon free, then
-    local ones."""
+    """Queue of blocks to deliver: received ones first, so that their buffers are soon free."""
 
     def __init__(self, local: Sequence[Fetch], incoming: int) -> None:
         self._queue: PriorityQueue[tuple[int, int, _Block | None]] = PriorityQueue()
@@ -462,20 +473,22 @@ class _Work:
             self._put(rank, None)
 
     def arrived(self, number: int, fetch: Fetch, data: torch.Tensor) -> None:
-        """Queue a received block. Called by the reading thread only, so the counter needs no
-        lock."""
+        """Queue a received block. Called only by the reading thread, so it needs no lock."""
         self._put(1, (number, fetch, data))
         self._to_come -= 1
         if not self._to_come:
             self._end(3)
 
     def give_up(self) -> None:
-        """End all threads before the queued blocks: the transfer has failed."""
+        """End all threads at once, without the blocks in the queue: the transfer has failed."""
         self._end(0)
 
     def next(self) -> _Block | None:
-        """Wait for the next block, with its number and bytes if it was received; None at the
-        end."""
+        """Wait for the next block; return None at the end.
+
+        Returns:
+            Number, fetch and bytes of the block; number and bytes are None for a local block.
+        """
         return self._queue.get()[2]
 
 
@@ -483,7 +496,7 @@ _Block = tuple[int | None, Fetch, torch.Tensor | None]
 
 
 def _as_tensor(data: memoryview) -> torch.Tensor:
-    """View the mapped bytes as a uint8 tensor, without a copy; it must not be written to."""
+    """Return mapped bytes as a uint8 tensor without a copy; the tensor must not be written to."""
     if not len(data):
         return torch.empty(0, dtype=torch.uint8)
     with warnings.catch_warnings():

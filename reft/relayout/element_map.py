@@ -5,7 +5,8 @@ Elements are identified by names. A parameter has the same name in all layouts (
 ``PipelineModule`` numbers layers over all stages), and so have its master and its optimizer state.
 Tensor slices that share a parameter hold equal parts of one dimension. If that dimension holds
 several consecutive matrices (a gate and its input; queries, keys and values), they hold equal parts
-of each. ZeRO partitions are equal parts of a group's concatenated parameters, padded with zeros.
+of each. Partitions of ZeRO-1 and 2 are equal parts of a group's concatenated parameters, those of
+ZeRO-3 equal parts of each parameter; both are padded with zeros.
 
 If only the number of replicas differs, stages and slices keep their tensors, so the tensors of the
 images suffice (:class:`RankImages`), regardless of their meaning. Offsets and counts are in
@@ -17,7 +18,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
 from typing import NamedTuple
@@ -130,31 +131,52 @@ class RankContents:
                     yield Padding(tensor_name(kind, group, 0), filled, part - filled)
 
 
+class Part(NamedTuple):
+    """A replica's part of elements that all replicas share in equal parts, padded at the end: a
+    group of parameters at ZeRO-1 and 2, one parameter at ZeRO-3.
+
+    Attributes:
+        name: name of the elements, the same at every degree.
+        size: elements of a part, with padding.
+        numel: elements of all parts, without padding.
+    """
+
+    name: str
+    size: int
+    numel: int
+
+    def filled(self, dp: int) -> tuple[int, int]:
+        """First element of replica ``dp``, and the number of its elements without padding."""
+        first = min(dp * self.size, self.numel)
+        return first, min(self.size, self.numel - first)
+
+
 @dataclass(frozen=True)
 class RankImages:
     """State of the ranks of one (pp, tp), described by the tensors of their images.
 
     Attributes:
         whole: number of elements of each tensor that is equal on all replicas.
-        parts: for each partitioned tensor, the elements of one partition, and of all partitions
-            without the padding at their end.
+        parts: what each partitioned tensor has a part of, in order.
     """
 
     whole: Mapping[str, int]
-    parts: Mapping[str, tuple[int, int]]
+    parts: Mapping[str, tuple[Part, ...]]
 
-    def extents(self, dp: int) -> Iterator[_Extent]:
-        for name, numel in self.whole.items():
-            yield _Extent("", name, 0, numel, name, 0)
-        for name, (part, length) in self.parts.items():
-            if (first := dp * part) < length:
-                yield _Extent("", name, first, min(part, length - first), name, 0)
+    def located(self) -> Iterator[tuple[Part, str, int]]:
+        """Every part with its tensor and its first element there, which are the same on all
+        replicas."""
+        for tensor, parts in self.parts.items():
+            at = 0
+            for part in parts:
+                yield part, tensor, at
+                at += part.size
 
     def paddings(self, dp: int) -> Iterator[Padding]:
-        for name, (part, length) in self.parts.items():
-            filled = min(part, max(0, length - dp * part))
-            if filled < part:
-                yield Padding(name, filled, part - filled)
+        for part, tensor, at in self.located():
+            _, filled = part.filled(dp)
+            if filled < part.size:
+                yield Padding(tensor, at + filled, part.size - filled)
 
 
 @dataclass(frozen=True)
@@ -251,6 +273,31 @@ def plan_replica(
     Raises:
         LayoutError: the tensors do not match.
     """
+    stored = {part.name: (part, tensor, start) for part, tensor, start in old.located()}
+    _check_whole(old, new)
+    _check_parts({name: part for name, (part, _, _) in stored.items()}, new, resize)
+    own = resize.host_from(at.dp)
+    moves = [
+        ElementMove(replace(at, dp=own), name, 0, numel, name, 0)
+        for name, numel in new.whole.items()
+    ]
+    for part, tensor, target in new.located():
+        was, source, start = stored[part.name]
+        first, numel = part.filled(at.dp)
+        done = 0
+        while done < numel:
+            dp, inside = divmod(first + done, was.size)
+            count = min(numel - done, was.size - inside)
+            moves.append(
+                ElementMove(
+                    replace(at, dp=dp), source, start + inside, count, tensor, target + done
+                )
+            )
+            done += count
+    return tuple(moves)
+
+
+def _check_whole(old: RankImages, new: RankImages) -> None:
     for name in old.whole.keys() | new.whole.keys():
         was, now = old.whole.get(name), new.whole.get(name)
         if was != now:
@@ -258,16 +305,18 @@ def plan_replica(
                 f"{name} has {was} elements in the version and {now} in the running job; expected "
                 f"it equal on all replicas: {_AS_IT_WAS}"
             )
-    for name in old.parts.keys() | new.parts.keys():
-        (part, length), (own, total) = old.parts.get(name, (0, 0)), new.parts.get(name, (0, 0))
-        if not total == length <= min(resize.old * part, resize.new * own):
+
+
+def _check_parts(stored: Mapping[str, Part], new: RankImages, resize: Resize) -> None:
+    running = {part.name: part for part, _, _ in new.located()}
+    for name in stored.keys() | running.keys():
+        was, now = (parts.get(name, Part(name, 0, 0)) for parts in (stored, running))
+        if not now.numel == was.numel <= min(resize.old * was.size, resize.new * now.size):
             raise LayoutError(
-                f"{name} has {part} elements on each of {resize.old} replicas in the version and "
-                f"{own} on each of {resize.new} in the running job; expected parts of {total} "
-                f"elements: {_AS_IT_WAS}"
+                f"{name} has {was.size} elements on each of {resize.old} replicas in the version "
+                f"and {now.size} on each of {resize.new} in the running job; expected parts of "
+                f"{now.numel} elements: {_AS_IT_WAS}"
             )
-    index = _Index({(at.pp, at.tp): old}, resize.old)
-    return tuple(move for extent in new.extents(at.dp) for move in index.moves(extent, at, at.tp))
 
 
 _AS_IT_WAS = "start the job with the model and the optimizer that wrote the version"
@@ -319,16 +368,14 @@ def _slices(
 
 
 class _Index:
-    def __init__(self, held: Mapping[Group, RankContents | RankImages], replicas: int) -> None:
+    def __init__(self, held: Mapping[Group, RankContents], replicas: int) -> None:
         self._held = held
         self._replicas = replicas
         self._stages: dict[str, list[int]] = defaultdict(list)
         self.parts: dict[str, Parameter] = {}
         self._found: dict[Group, dict[tuple[str, str], list[tuple[int, int, _Extent]]]] = {}
         for (pp, tp), of_group in sorted(held.items()):
-            for part in (
-                of_group.parameters if tp == 0 and isinstance(of_group, RankContents) else ()
-            ):
+            for part in of_group.parameters if tp == 0 else ():
                 self._stages[part.name].append(pp)
                 self.parts.setdefault(part.name, part)
 
@@ -344,7 +391,7 @@ class _Index:
     def moves(self, extent: _Extent, at: Coordinate, tp: int) -> Iterator[ElementMove]:
         """Moves of the elements of ``extent`` from the old slice ``tp`` to the new rank ``at``."""
         _, _, start, numel, _, target = extent
-        stages = self._stages.get(extent.name, [at.pp])
+        stages = self._stages[extent.name]
         pp = at.pp if at.pp in stages else stages[0]
         extents = self._of_group((pp, tp))[extent.kind, extent.name]
         end = start + numel

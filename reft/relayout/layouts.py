@@ -22,7 +22,7 @@ from reft.relayout.element_map import (
     RankLayout,
     tensor_name,
 )
-from reft.state.adapters import ONE_DEGREE, StateAdapter
+from reft.state.adapters import StateAdapter
 from reft.state.blob import capture_rng
 
 LiveTensors = Mapping[str, torch.Tensor]
@@ -71,8 +71,6 @@ class LayoutChange:
 def _why_not(config: Mapping[str, Any]) -> str:
     """Why a step at another degree would differ; "" if it would not."""
     zero = config.get("zero_optimization") or {}
-    if zero.get("stage") == 3:
-        return ONE_DEGREE
     if zero.get("round_robin_gradients"):
         return "zero_optimization.round_robin_gradients distributes the parameters by the degree"
     batch, micro, accumulation = (

@@ -21,6 +21,7 @@ from reft.relayout.checkpoint_files import CheckpointSource
 from reft.relayout.element_map import (
     MASTER,
     ElementMove,
+    Part,
     RankContents,
     RankImages,
     RankLayout,
@@ -35,8 +36,9 @@ from reft.relayout.layouts import (
     describe,
     live_tensors,
 )
+from reft.state.adapters import Partitions
 from reft.state.blob import capture_rng
-from reft.state.catalogue import Manifest, TensorSpec
+from reft.state.catalogue import Manifest
 from reft.state.codec import decode, encode
 from reft.storage.load import host_file, read_degrees
 
@@ -124,38 +126,21 @@ class Relayout:
             live[zeros.target][zeros.at : zeros.at + zeros.numel] = 0
 
     def _prepare_replica(self, source: ArenaSource) -> dict[str, Any]:
-        """:meth:`prepare` if only the number of replicas differs.
-
-        A name in an image then is the same tensor in both jobs, or another part of it.
-        """
-        was, now, at, adapter = self._was, self._topology.degrees, self._at, self._change.adapter
-        resize = Resize(was.dp, now.dp)
+        """:meth:`prepare` if only the number of replicas differs."""
+        adapter, at = self._change.adapter, self._at
+        resize = Resize(self._was.dp, self._topology.degrees.dp)
         blob = source.blob(replace(at, dp=resize.host_from(at.dp)))
-        lengths, stored = adapter.partitioned(), {spec.name: spec for spec in blob.manifest.owned}
-        live = {spec.name: spec for spec in adapter.images()[1].specs}
-        cut = [n for n, spec in stored.items() if spec.shape == stored[_find_master(n)].shape]
-        # A partition of a parameter group has the shape of this job's master of the group.
-        owned = stored | {
-            n: replace(stored[n], shape=live[m].shape, stride=live[m].stride)
-            for n in cut
-            if (m := _find_master(n)) in live
-        }
-        manifest = Manifest(blob.manifest.replicated, tuple(owned.values()))
-        images = adapter.prepare(manifest, blob.state["adapter"])
-
-        def held(owned: Iterable[TensorSpec]) -> RankImages:
-            sizes = {spec.name: prod(spec.shape) for spec in (*manifest.replicated, *owned)}
-            parts = {n: (sizes.pop(n), lengths[int(n.split(".")[1])]) for n in cut}
-            return RankImages(sizes, parts)
-
-        new = held(manifest.owned)
+        state = blob.state["adapter"]
+        old = describe_images(blob.manifest, adapter.partitioned(state), resize.old)
+        images = adapter.prepare_resized(blob.manifest, state)
+        new = describe_images(Manifest.of(images), adapter.partitioned(state), resize.new)
         tensors = {
             spec.name: image.live(start, start + spec.nbytes)[0].view(spec.torch_dtype)
             for image in images
             for spec, start in zip(image.specs, image.offsets, strict=True)
             if spec.nbytes
         }
-        source.locate(plan_replica(held(blob.manifest.owned), new, resize, at), tensors)
+        source.locate(plan_replica(old, new, resize, at), tensors)
         self._pad(new, tensors)
         self._change.convert(blob.state, resize, is_new=resize.is_new(at.dp))
         return blob.state
@@ -262,10 +247,34 @@ class Relayout:
         return replace(held, kinds=kinds)
 
 
-def _find_master(tensor: str) -> str:
-    """The master of an optimizer tensor: ``master.0.0`` for ``optimizer.0.0.exp_avg``."""
-    _, group, position, *_ = tensor.split(".")
-    return f"{MASTER}.{group}.{position}"
+def describe_images(manifest: Manifest, partitions: Partitions, replicas: int) -> RankImages:
+    """Describe the images of a rank by its manifest.
+
+    Args:
+        manifest: tensors of the images.
+        partitions: what the partitioned tensors have parts of.
+        replicas: the data-parallel degree.
+    """
+    shapes = {spec.name: spec.shape for spec in (*manifest.replicated, *manifest.owned)}
+    whole: dict[str, int] = {}
+    parts: dict[str, tuple[Part, ...]] = {}
+    for name, shape in shapes.items():
+        kind, _, rest = name.partition(".")
+        of = name
+        if kind == "optimizer":
+            group, position, kind = rest.split(".", 2)
+            of = f"{MASTER}.{group}.{position}"
+        # State of another shape than its master has no parts: every replica has it.
+        if of not in partitions or shape != shapes[of]:
+            whole[name] = prod(shape)
+            continue
+        held = partitions[of]
+        sizes = [prod(shape)] if len(held) == 1 else [-(-n // replicas) for _, n in held]
+        parts[name] = tuple(
+            Part(f"{kind}.{of_part}", size, numel)
+            for (of_part, numel), size in zip(held, sizes, strict=True)
+        )
+    return RankImages(whole, parts)
 
 
 def compute_digests(buffers: Mapping[str, torch.Tensor]) -> dict[str, bytes]:

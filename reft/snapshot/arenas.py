@@ -72,7 +72,7 @@ class ArenaWriter:
         return self.layout.mine.local
 
     def peer_blocks(self, member: int) -> list[PlacedBlock]:
-        """Blocks that only ``member`` can provide: owned, then host, in plan order."""
+        """Return blocks that only ``member`` can provide: owned, then host, in plan order."""
         plan = self.layout.plan.members[self.layout.member]
         source = plan.own if member == self.layout.member else plan.redundant
         return [
@@ -83,7 +83,7 @@ class ArenaWriter:
         return self._lengths.get(placed, placed.block.nbytes)
 
     def tensor(self, placed: PlacedBlock) -> torch.Tensor:
-        """The block's bytes in the arena: 1-D uint8, without padding."""
+        """Return the block's bytes in the arena: 1-D uint8, without padding."""
         return self._data[placed.arena_offset : placed.arena_offset + self.length(placed)]
 
     def write_host(self, placed: PlacedBlock, blob: bytes | bytearray) -> None:
@@ -131,7 +131,7 @@ class ArenaWriter:
     # -- exchange with ring peers ------------------------------------------------------------------
 
     def own_facts(self) -> torch.Tensor:
-        """Length and checksums, which ring peers receive before the bytes.
+        """Return the length and checksums, which ring peers receive before the bytes.
 
         Returns:
             1-D int64: the length of the host blob in bytes, then one checksum for each block that
@@ -166,7 +166,7 @@ class ArenaWriter:
                 self.checksums[placed] = expected
 
     def wanted(self, member: int) -> list[PlacedBlock]:
-        """Blocks that ``member`` has to send, in plan order.
+        """Return blocks that ``member`` has to send, in plan order.
 
         Blocks of its partition that are here with the same checksum are left out: they were
         recomputed, or have not changed since the version before in this slot.
@@ -179,21 +179,24 @@ class ArenaWriter:
         return [b for b in blocks if b.key.section is not Section.OWNED or not is_there(b)]
 
     def selection(self, blocks: Sequence[PlacedBlock]) -> list[torch.Tensor]:
-        """The bytes of each block, 1-D uint8; empty blocks are left out."""
+        """Return the bytes of each block, 1-D uint8; empty blocks are left out."""
         return [t for b in blocks if (t := self.tensor(b)).numel()]
 
     def partition(self, member: int) -> torch.Tensor:
-        """The bytes of the ZeRO partition of ``member``, its own or kept for a peer: 1-D uint8."""
+        """Return the bytes of the ZeRO partition of ``member``, its own or kept for a peer: 1-D
+        uint8.
+        """
         blocks = [b for b in self.layout.mine.blocks if b.key.section is Section.OWNED]
         return self._together([b for b in blocks if b.key.member == member])
 
     def gradients(self, member: int) -> torch.Tensor:
-        """The bytes of the gradients of the partition of ``member``, 1-D uint8."""
+        """Return the bytes of the gradients of the partition of ``member``, 1-D uint8."""
         return self._together([b for b in self.layout.mine.gradients if b.key.member == member])
 
     def _together(self, blocks: Sequence[PlacedBlock]) -> torch.Tensor:
-        """One view of consecutive blocks. There are no gaps: blocks are cut at multiples of the
-        alignment."""
+        """Return one view of consecutive blocks. There are no gaps: blocks are cut at multiples of
+        the alignment.
+        """
         if not blocks:
             return self._data[:0]
         return self._data[
@@ -486,7 +489,8 @@ class ArenaSet:
         return self._topology.coordinates[self._rank]
 
     def _with_room(self, frozen: Mapping[int, VersionId]) -> dict[int, VersionId]:
-        """Frozen slots, of which at least one of this rank's is released for the next version.
+        """Return frozen slots, of which at least one of this rank's is released for the next
+        version.
 
         All slots can be frozen if files of two ranks were exchanged. Then one file is renamed and
         kept until the next commit; another rank's file is preferred.
@@ -557,8 +561,8 @@ class ArenaSet:
             self._leftovers_removed = False
 
     def reserve(self, layout: GroupLayout) -> str | None:
-        """Allocate and touch every slot that may be written now, so that no version has to (P9).
-        Memory of an older layout in these slots is freed.
+        """Allocate and touch every slot that may be written now, so that no version has to
+        (P9). Memory of an older layout in these slots is freed.
 
         Returns:
             Why a slot could not be reserved; None if all were. The error is raised again when a
@@ -618,15 +622,15 @@ class ArenaSet:
         return self._files.count - len(self._unused)
 
     def needed_bytes(self, layout: GroupLayout, count: int) -> int:
-        """Bytes that ``count`` arenas take with a layout."""
+        """Return the number of bytes that ``count`` arenas take with a layout."""
         return count * reserved_bytes(layout.mine.data_bytes, len(layout.mine.blocks))
 
     def held_bytes(self) -> int:
-        """Bytes that the files in this rank's slots take now."""
+        """Return the number of bytes that the files in this rank's slots take now."""
         return self._files.held_bytes
 
     def free_bytes(self) -> int:
-        """Free bytes of the node's memory file system."""
+        """Return free bytes of the node's memory file system."""
         return free_bytes(self._files.job_dir)
 
     def commit(self, writer: ArenaWriter) -> None:

@@ -110,7 +110,8 @@ class ParityEncoder:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def _source(self, number: int, begin: int, end: int) -> torch.Tensor:
-        """The bytes ``image[begin:end]``: a view if they are contiguous, otherwise gathered."""
+        """Return the bytes ``image[begin:end]``: a view if they are contiguous, otherwise
+        gathered."""
         out = self._room(number, end - begin)
         pieces = self._image.pieces_into(begin, out)
         if len(pieces) == 1 and pieces[0][0].numel() == end - begin:
@@ -192,7 +193,7 @@ def _cut_parity(images: LiveImages, writer: ArenaWriter, chunk_bytes: int) -> It
 
 
 def _find_image(images: LiveImages, placed: PlacedBlock) -> SectionImage | None:
-    """The image that a block is copied from; None if its bytes are encoded or received."""
+    """Return the image that a block is copied from; None if its bytes are encoded or received."""
     section = placed.key.section
     if section is Section.GRADIENTS:
         # There are none yet for a peer whose partition this rank has just begun to store.
@@ -241,8 +242,9 @@ def _hashed_only(memory: torch.Tensor) -> Range:
 def _in_order(
     image: SectionImage, at: int, pieces: CheckedPieces, part: torch.Tensor
 ) -> Iterator[Range]:
-    """The bytes ``image[at : at + len(part)]`` of a chunk, in order: its pieces, and between them
-    padding, which is read from the arena."""
+    """Yield the bytes ``image[at : at + len(part)]`` of a chunk, in order: its pieces, and between
+    them padding, which is read from the arena.
+    """
     end = 0
     for target, source, nbytes in pieces.addresses:
         begin = target - part.data_ptr()
@@ -259,7 +261,7 @@ _COPIED_AS_IT_IS = frozenset({Section.REPLICATED, Section.OWNED})
 
 
 def shortened(names: Iterable[str]) -> str:
-    """The first three names, and the number of the others."""
+    """Return the first three names, and the number of the others."""
     found = [*dict.fromkeys(names)]
     return ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
 
@@ -287,8 +289,8 @@ GB/s."""
 
 
 def hashing_threads(ranks_here: int = 1) -> int:
-    """Number of hashing threads of this rank: at most half of its share of the node's usable
-    cores.
+    """Return the number of hashing threads of this rank: at most half of its share of the node's
+    usable cores.
 
     Args:
         ranks_here: ranks on this node.
@@ -339,7 +341,9 @@ class Staging(Protocol):
         """Bytes that can be staged now."""
 
     def first_fitting(self, chunks: Sequence[Chunk]) -> int:
-        """Smallest index ``i`` for which ``chunks[i:]`` fits; ``len(chunks)`` if no chunk does."""
+        """Return the smallest index ``i`` for which ``chunks[i:]`` fits; ``len(chunks)`` if no
+        chunk does.
+        """
 
     def stage(self, chunks: Sequence[Chunk], first: int) -> list[StagedChunk]:
         """Copy ``chunks[first:]`` into the staging memory, by the fence."""
@@ -421,7 +425,7 @@ class Copier:
         self._cut.clear()
 
     def _chunks(self, images: LiveImages, writer: ArenaWriter) -> tuple[Chunk, ...]:
-        """Chunks of the version; cut again only if images, layout or arena have changed."""
+        """Return chunks of the version; cut again only if images, layout or arena have changed."""
         if (known := self._cut.get(writer.slot)) is not None:
             first, seen, chunks = known
             if first.arena is writer.arena and first.layout is writer.layout and seen is images:
@@ -530,7 +534,7 @@ class Copier:
     def _differing_tensors(
         self, images: LiveImages, writer: ArenaWriter, placed: PlacedBlock | None
     ) -> Sequence[str]:
-        """Names of the tensors that changed between the two reads of a block."""
+        """Return the names of the tensors that changed between the two reads of a block."""
         if placed is None:
             return ()
         begin, nbytes = placed.block.start_bytes, placed.block.nbytes
@@ -592,7 +596,7 @@ class Copier:
         return records
 
     def _admitted(self, chunks: Sequence[Chunk], first: int, permit: Permit) -> Sequence[Chunk]:
-        """The chunks that one permit may cover: of one block, up to the next fault point."""
+        """Return the chunks that one permit may cover: of one block, up to the next fault point."""
         stop, nbytes = first, 0
         goes_on = permit.until is not None and _at_once(chunks[first]) is not None
         most = UNLIMITED if goes_on else permit.nbytes
@@ -743,8 +747,9 @@ def copy_when_admitted(
 
 
 def _at_once(chunk: Chunk) -> CutRanges | None:
-    """All chunks of the block if one call copies and hashes them; it may stop between any two. None
-    if they are copied one by one."""
+    """Return all chunks of the block if one call copies and hashes them; it may stop between any
+    two. None if they are copied one by one.
+    """
     return None if chunk.section is Section.GRADIENTS else chunk.cut
 
 
@@ -764,7 +769,8 @@ def _next(gate: Gate, left: int) -> tuple[Permit, int]:
 
 
 def _records_of(queued: _Queued) -> list[ChunkRecord]:
-    """Records of all chunks; the time of a batch is divided among its chunks by their bytes."""
+    """Return records of all chunks; the time of a batch is divided among its chunks by their
+    bytes."""
     records = []
     for batch, permit, ticket in queued:
         if ticket.secs is None:
@@ -782,8 +788,9 @@ def _records_of(queued: _Queued) -> list[ChunkRecord]:
 
 
 def _fault_points(chunks: Sequence[Chunk]) -> dict[int, list[FaultPoint]]:
-    """Fault points by the index of the chunk before which they are triggered; parities come
-    last."""
+    """Return fault points by the index of the chunk before which they are triggered; parities come
+    last.
+    """
     data = sum(chunk.kind is not ByteKind.PARITY for chunk in chunks)
     points = {data // 2: [FaultPoint.DURING_COPY]}
     if parities := len(chunks) - data:
@@ -793,7 +800,7 @@ def _fault_points(chunks: Sequence[Chunk]) -> dict[int, list[FaultPoint]]:
 
 
 def bytes_by_tier(records: Iterable[ChunkRecord]) -> Counter[int]:
-    """Bytes copied in each tier."""
+    """Return the number of bytes copied in each tier."""
     found: Counter[int] = Counter()
     for record in records:
         found[record.tier] += record.nbytes

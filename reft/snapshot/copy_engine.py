@@ -92,7 +92,7 @@ class CopyTicket:
         self.secs = secs
 
     def done(self) -> bool:
-        """Whether all bytes are in host memory. Does not wait."""
+        """Return whether all bytes are in host memory. Does not wait."""
         return True
 
     def wait(self) -> None:
@@ -135,7 +135,7 @@ class CopyEngine(ABC):
         return self.stamp()
 
     def reached(self, stamp: Any) -> bool:
-        """Whether the device has reached a stamp. Does not wait."""
+        """Return whether the device has reached a stamp. Does not wait."""
         return True
 
     @abstractmethod
@@ -145,8 +145,9 @@ class CopyEngine(ABC):
 
     @abstractmethod
     def secs_of(self, stamps: Sequence[Any]) -> list[float]:
-        """Times at which the device reached each stamp, seconds of ``time.perf_counter()``. Waits
-        until it has reached them. Not on the training thread."""
+        """Return times at which the device reached each stamp, seconds of ``time.perf_counter()``.
+        Waits until it has reached them. Not on the training thread.
+        """
 
     @abstractmethod
     def copy(

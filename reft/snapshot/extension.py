@@ -148,12 +148,13 @@ class VersionFeature:
     # -- votes -------------------------------------------------------------------------------------
 
     def neutral_ballot(self) -> tuple[int, ...]:
-        """Numbers with no effect on a vote; always the same count as in :meth:`ballot`."""
+        """Return the numbers with no effect on a vote; always the same count as in
+        :meth:`ballot`."""
         return ()
 
     def ballot(self, cause: SkipCause | None, layout: GroupLayout | None) -> tuple[int, ...]:
-        """Numbers that this rank adds to a vote. :meth:`voted` receives the maximum over all ranks
-        of each number.
+        """Return the numbers that this rank adds to a vote. :meth:`voted` receives the maximum over
+        all ranks of each number.
 
         Args:
             cause: why this rank votes against the version; None if it votes for it.
@@ -162,7 +163,9 @@ class VersionFeature:
         return self.neutral_ballot()
 
     def delays_votes(self, numbers: tuple[int, ...]) -> bool:
-        """Whether this rank will be busy before the next vote if the result has these numbers."""
+        """Return whether this rank will be busy before the next vote if the result has these
+        numbers.
+        """
         return False
 
     def voted(self, result: VoteResult, numbers: tuple[int, ...]) -> Halt | None:

@@ -219,7 +219,7 @@ def make_shard_plan(
 def _own_blocks(
     sizes: SectionSizes, count: int, block_bytes: int, code: BlockCode | None, d: int
 ) -> tuple[Block, ...]:
-    """Blocks that belong to member ``d``: its shard, partition, host state and checksums."""
+    """Return blocks that belong to member ``d``: its shard, partition, host state and checksums."""
     owned = cut_blocks(Section.OWNED, d, 0, sizes.owned_bytes[d], block_bytes)
     host = cut_blocks(
         Section.HOST, d, 0, sizes.host_bytes[d], max(block_bytes, sizes.host_bytes[d])
@@ -259,12 +259,15 @@ class LiveImages:
     gradient_bytes: int = 0
 
     def write_counts(self) -> tuple[list[int], list[int]]:
-        """torch's write counts of the tensors in both sections
-        (:meth:`SectionImage.write_counts`)."""
+        """Return torch's write counts of the tensors in both sections
+        (:meth:`SectionImage.write_counts`).
+        """
         return self.replicated.write_counts(), self.owned.write_counts()
 
     def written_since(self, counts: tuple[list[int], list[int]]) -> list[str]:
-        """Names of the tensors that were written since :meth:`write_counts` gave ``counts``."""
+        """Return the names of the tensors that were written since :meth:`write_counts` gave
+        ``counts``.
+        """
         return [*self.replicated.written_since(counts[0]), *self.owned.written_since(counts[1])]
 
 

@@ -52,7 +52,7 @@ _KINDS = {
 
 
 def find_byte_kind(key: BlockKey, member: int) -> ByteKind:
-    """Kind of a block that ``member`` stores."""
+    """Return the kind of a block that ``member`` stores."""
     if key.section is Section.REPLICATED:
         return ByteKind.SHARD if key.member == member else ByteKind.COPIES
     return _KINDS[key.section]
@@ -74,7 +74,7 @@ class Traffic:
         self.sent.update(other.sent)
 
     def to_json(self) -> dict[str, Any]:
-        """Bytes by kind; kinds without bytes are left out."""
+        """Return bytes by kind; kinds without bytes are left out."""
         return {"to_host": _bytes(self.to_host), "sent": _bytes(self.sent)}
 
 
@@ -248,7 +248,7 @@ class PeerErrors:
             self.record(what, error)
 
     def pending(self) -> list[str]:
-        """Errors that were not sent to the peers yet, oldest first."""
+        """Return errors that were not sent to the peers yet, oldest first."""
         with self._lock:
             return [*self._pending]
 

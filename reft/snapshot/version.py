@@ -602,7 +602,7 @@ def _take_back(state: RankState) -> Next:
 
 
 def _given_up(version: Version, cause: SkipCause) -> tuple[Effect, ...]:
-    """The effect of giving up a version; a vote-only version has nothing to lose."""
+    """Return the effect of giving up a version; a vote-only version has nothing to lose."""
     return () if version.vote_only else (GiveUp(version.label, cause),)
 
 
@@ -723,7 +723,7 @@ def _turn(state: RankState) -> Next:
 
 
 def _voted(state: RankState, ok: bool, relayout: bool) -> Next:
-    """The result of the first vote."""
+    """Return the result of the first vote."""
     head = state.head
     if relayout:
         effects: tuple[Effect, ...] = ()
@@ -769,7 +769,7 @@ def _sealed(state: RankState) -> Next:
 
 
 def _decided(state: RankState, ok: bool) -> Next:
-    """The result of the second vote: the version is committed now, or never."""
+    """Return the result of the second vote: the version is committed now, or never."""
     head, slot = state.head, state.slots.open_slot
     if not ok:
         state, effects = _abandon(state, head.cause or PEER_NOT_SEALED)

@@ -162,7 +162,7 @@ def named_step(proposal: int, *, step: int, newest_step: int, late: bool) -> int
 
 
 def may_lag(holds_up: bool, *, step: int, newest_step: int, late: bool) -> bool:
-    """Whether the next votes may lag behind training because of this rank.
+    """Return whether the next votes may lag behind training because of this rank.
 
     Args:
         holds_up: this rank has more to do before the next vote than to seal the version.
@@ -200,9 +200,10 @@ class Votes:
         """Why training must not continue; all ranks receive it in the same vote."""
 
     def given_up_step(self, step: int) -> int:
-        """Step of the newest version that all ranks gave up, at least two steps before ``step``;
-        -1 if there is none. Newer votes are ignored: not every rank may have received their
-        results."""
+        """Return the step of the newest version that all ranks gave up, at least two steps before
+        ``step``; -1 if there is none. Newer votes are ignored: not every rank may have received
+        their results.
+        """
         return max((at for at in self._given_up if at + 2 <= step), default=-1)
 
     def gave_up(self, step: int) -> None:
@@ -338,6 +339,7 @@ class SnapshotWorker:
         self._peer_errors = callbacks.peer_errors
         self._vote_missed = False
         self._broke_off = ""
+        self._reported_stale = False  # A version was given up, and the log says so
         self._gate = gate or Gate()
         self._writer: ArenaWriter | None = None
         """Writer of the version in progress, until that is committed or given up."""
@@ -789,7 +791,7 @@ class SnapshotWorker:
                 self.callbacks.stats.total_traffic.add(writer.traffic)
 
     def _gate_for(self, request: SnapshotRequest) -> Gate:
-        """The gate for the chunks of a version."""
+        """Return the gate for the chunks of a version."""
         if request.paced:
             return self._gate
         waited_for = request.required or request.variant is Variant.BLOCKING
@@ -819,7 +821,7 @@ class SnapshotWorker:
         return [feature for feature in self.features if feature.neutral_ballot()]
 
     def _ballot(self, state: RankState) -> Ballot:
-        """The ballot of this rank. On an error it votes no, since peers are waiting (P6)."""
+        """Return the ballot of this rank. On an error it votes no, since peers are waiting (P6)."""
         voters = self._voters
         try:
             cause = state.head.cause
@@ -916,6 +918,7 @@ class SnapshotWorker:
         writer, self._writer = self._writer, None
         assert writer is not None  # it was sealed here
         self.arenas.commit(writer)
+        self._announce_commit(label)
         self.callbacks.stats.commit(label.step, writer.traffic)
         self.callbacks.faults.reach(FaultPoint.AFTER_COMMIT, label.step)
         self._peer_errors.run_guarded(
@@ -932,13 +935,27 @@ class SnapshotWorker:
             "memory cannot be reserved", lambda: self.arenas.reserve_rest(writer.layout)
         )
 
+    def _announce_commit(self, label: VersionId) -> None:
+        """Log the first commit, and the one that ends a series of versions that were given up."""
+        stats = self.callbacks.stats
+        if self._reported_stale:
+            self._reported_stale = False
+            logger.warning("step %d is committed: versions are current again", label.step)
+        elif not stats.committed and self.control.rank == 0:
+            logger.warning("the job is protected: step %d is committed", label.step)
+
     def _tell_given_up(self, label: VersionId, cause: SkipCause) -> None:
-        first = self.callbacks.stats.skip(label.step, cause.kind, str(cause))
+        stats = self.callbacks.stats
+        first = stats.skip(label.step, cause.kind, str(cause))
         if first and not self._state.closing:
+            self._reported_stale = True
+            newest = "none of this start"
+            if stats.committed_step is not None:
+                newest = f"that of step {stats.committed_step}"
             logger.warning(
-                "the version of step %d is given up (%s). Training continues; snapshots are stale "
-                "since step %s",
-                *(label.step, cause, self.callbacks.stats.stale_since_step),
+                "the version of step %d is given up (%s). Snapshots are stale since step %s: the "
+                "newest committed version is %s. Later steps are tried again",
+                *(label.step, cause, stats.stale_since_step, newest),
             )
         self._peer_errors.run_guarded(
             "a skipped version cannot be reported",
@@ -955,7 +972,7 @@ class SnapshotWorker:
             feature.forget_arenas()
 
     def _fits(self, request: SnapshotRequest) -> bool:
-        """Whether the layout fits the state of a request."""
+        """Return whether the layout fits the state of a request."""
         return (
             self.layout is not None
             and request.images is not None
@@ -965,7 +982,8 @@ class SnapshotWorker:
 
     def _renew_layout(self, request: SnapshotRequest) -> versions.Event:
         """Agree on a layout for the newest state of every rank, and reserve its memory.
-        Collective."""
+        Collective.
+        """
         if len(request.host_blob) > self._host_bytes:
             self._host_bytes = 2 * len(request.host_blob)
         images = request.images or self._images
@@ -1024,7 +1042,8 @@ class SnapshotWorker:
                 self._peer_errors.record("connecting to the other workers again failed", error)
         self.control.leave()
         logger.error(
-            "the snapshot worker stopped (%s); training continues without snapshots",
+            "no further versions are taken (%s). The newest committed version stays in memory. If "
+            "training does not end by itself, it is unprotected: restart the job",
             self._broke_off,
         )
         return versions.RejoinFailed(self._broke_off)

@@ -1,4 +1,4 @@
-"""Kinds of Adam, and the part of DeepSpeed's C++ Adam that no state dict holds."""
+"""Kinds of Adam, and the state of DeepSpeed's C++ Adam that is in no state dict."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 _FAR = 1 << 20
-"""Steps ahead at which one call makes DeepSpeed's C++ Adam forget its powers and compute them
-anew."""
+"""DeepSpeed's C++ Adam caches powers of beta. A call for a step this far ahead makes it discard and
+recompute them."""
 
 
 class AdamKind(StrEnum):
-    """Which optimizer the owner runs."""
+    """Optimizer that the owner of a partition runs, by its class path."""
 
     TORCH_ADAM = "torch.optim.adam.Adam"
     TORCH_ADAMW = "torch.optim.adamw.AdamW"
@@ -24,15 +24,23 @@ class AdamKind(StrEnum):
 
     @property
     def compiled(self) -> bool:
-        """Whether DeepSpeed's C++ kernel makes the step."""
+        """Whether DeepSpeed's C++ kernel computes the step on the CPU."""
         return self in (AdamKind.DEEPSPEED_FUSED, AdamKind.DEEPSPEED_CPU)
 
 
 def replay_powers(
     kind: AdamKind, optimizer: Any, groups: Sequence[tuple[Mapping[str, Any], int, int]]
 ) -> None:
-    """Bring the C++ optimizer to where steps 1, 2, 3, ... left it. ``groups``: parameter groups,
-    with their present betas, tensors that each updates on the CPU, and steps it has made."""
+    """Give the C++ optimizer the powers of beta that it has after steps 1, 2, 3, ....
+
+    The steps are repeated on tensors of one element.
+
+    Args:
+        kind: which of DeepSpeed's two C++ optimizers it is.
+        optimizer: the optimizer.
+        groups: per parameter group: the group with its present betas, the number of tensors that it
+            updates on the CPU, and the number of steps that it has made.
+    """
     call = _fused_call if kind is AdamKind.DEEPSPEED_FUSED else _cpu_call
     stepped = [g for g in groups if g[1] and g[2]]
     last = max((steps for _, _, steps in stepped), default=0)

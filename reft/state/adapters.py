@@ -34,6 +34,7 @@ import ctypes
 import mmap
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import cache
 from typing import Any, ClassVar
 
@@ -46,6 +47,11 @@ from reft.state.catalogue import Manifest, SectionImage, TensorSpec
 from reft.state.codec import class_path
 from reft.state.idle import IdleParameters
 from reft.state.supported import check_engine, check_optimizer, refuse, refuse_class
+
+Partitions = dict[str, list[tuple[str, int]]]
+"""By name of a partitioned tensor, what it has parts of: names that are the same at every
+data-parallel degree, with their elements without padding. Every peer has an equal part of each, in
+order. An optimizer's state is partitioned as its master."""
 
 ParamLayout = list[list[str]] | None
 """``[key, kind]`` per state entry in the optimizer's order; None before the optimizer made any."""
@@ -467,11 +473,16 @@ class StateAdapter:
 
     # -- restore ---------------------------------------------------------------------------------
 
-    def partitioned(self) -> tuple[int, ...]:
-        """Elements of every parameter group of which each DP peer has an equal part, one behind the
-        other; padding at the end is not counted. Equal at every data-parallel degree; empty where
-        nothing is cut."""
-        return ()
+    def partitioned(self, host_state: Mapping[str, Any]) -> Partitions:
+        """What the partitioned tensors of the owned image have parts of.
+
+        Args:
+            host_state: what :meth:`host_state` returned, here or at another data-parallel degree.
+
+        Raises:
+            LayoutError: the state cannot be resumed at another degree.
+        """
+        return {}
 
     def grouped(self) -> list[list[torch.Tensor]]:
         """The model's parameters by the optimizer's groups, in its order."""
@@ -484,6 +495,17 @@ class StateAdapter:
         """Give every parameter of the optimizer the state that :meth:`host_state` of another layout
         lists for its group, each tensor shaped as the parameter. The bytes come later."""
         self._check_same(host_state)
+        self._spread(host_state)
+        specs = {
+            name: TensorSpec.of(name, p)
+            for g, i, p in self.state.params()
+            for name in (_name(g, i, key) for key, _ in host_state["layout"][g][i] or ())
+        }
+        self.state.materialise(host_state["layout"], specs)
+
+    def _spread(self, host_state: dict[str, Any]) -> None:
+        """Change the lists of a host state of another layout to this job's parameters: each has
+        what all parameters of its group had."""
         layout, values = [], []
         for number, group in enumerate(self.state.groups()):
             entries, counters = host_state["layout"][number], host_state["state"][number]
@@ -492,15 +514,39 @@ class StateAdapter:
                     f"the parameters of the optimizer's group {number} do not all have the same "
                     "state and counters; expected an optimizer that steps all of them in every step"
                 )
-            layout.append([entries[0]] * len(group))
-            values.append([counters[0]] * len(group))
-        specs = {
-            name: TensorSpec.of(name, p)
-            for g, i, p in self.state.params()
-            for name in (f"optimizer.{g}.{i}.{key}" for key, _ in layout[g][i] or ())
-        }
-        self.state.materialise(layout, specs)
+            layout.append(entries[:1] * len(group))
+            values.append(counters[:1] * len(group))
         host_state["layout"], host_state["state"] = layout, values
+
+    def prepare_resized(
+        self, manifest: Manifest, host_state: dict[str, Any]
+    ) -> tuple[SectionImage, SectionImage]:
+        """:meth:`prepare` for a version of another data-parallel degree.
+
+        Args:
+            manifest: the version's tensors on one of its ranks.
+            host_state: the state of that rank; changed to that of this rank.
+
+        Returns:
+            Images of this degree, whose bytes are to be written.
+        """
+        if not self.owned:
+            return self.prepare(manifest, host_state)
+        self._check_same(host_state)
+        self._spread(host_state)
+        stored = {spec.name: spec for spec in manifest.owned}
+        specs = {}
+        for g, i, master in self.state.params():
+            for key, _ in host_state["layout"][g][i] or ():
+                spec = stored.get(_name(g, 0, key))
+                if spec is None:  # a host value
+                    continue
+                if spec.shape == stored[f"master.{g}.0"].shape:
+                    spec = replace(spec, shape=tuple(master.shape), stride=master.stride())
+                specs[_name(g, i, key)] = spec
+        self.state.materialise(host_state["layout"], specs)
+        self.state.restore_values(host_state["state"], host_state["extra"])
+        return self.images()
 
     def prepare(
         self, manifest: Manifest, host_state: dict[str, Any]
@@ -686,14 +732,19 @@ class _PartitionedAdapter(StateAdapter):
 
     def grouped(self) -> list[list[torch.Tensor]]:
         groups = [list(parameters) for parameters in vars(self.wrapper)[self.groups]]
-        if [sum(p.numel() for p in group) for group in groups] != list(self.partitioned()):
+        if [sum(p.numel() for p in group) for group in groups] != self._lengths():
             raise LayoutError(
                 "zero_optimization.parameter_alignment leaves gaps between parameters; state "
                 "written with it cannot be resumed in another layout: remove it"
             )
         return groups
 
-    def partitioned(self) -> tuple[int, ...]:
+    def partitioned(self, host_state: Mapping[str, Any]) -> Partitions:
+        lengths = enumerate(self._lengths())
+        return {f"master.{g}.0": [(str(g), length)] for g, length in lengths}
+
+    def _lengths(self) -> list[int]:
+        """Elements of every group without the padding at its end."""
         if vars(self.wrapper).get("round_robin_gradients"):
             raise LayoutError(
                 "zero_optimization.round_robin_gradients distributes the parameters by the "
@@ -706,7 +757,7 @@ class _PartitionedAdapter(StateAdapter):
             between = vars(self.wrapper).get("round_robin_bit16_padding")
             gaps = sum(between[group]) if between else 0  # of zero_optimization.parameter_alignment
             found.append(sum(p.numel() for p in parameters) + gaps)
-        return tuple(found)
+        return found
 
     def _link(self) -> None:
         self.wrapper._link_all_hp_params()
@@ -753,13 +804,6 @@ def _check_zero_wrapper(wrapper: Any) -> None:
         raise refuse(f"{path} with the loss scaler {scaler}", "use DeepSpeed's own loss scalers")
 
 
-ONE_DEGREE = (
-    "ZeRO-3 partitions every parameter by the data-parallel degree, so that its state can be "
-    "resumed at the degree that wrote it alone. Start the job with that degree, or with "
-    "zero_optimization.stage 1 or 2 from its first step on"
-)
-
-
 class SubGroupState(OptimizerState):
     """The innermost optimizer at ZeRO stage 3. Between two steps its groups are empty: DeepSpeed
     cuts each group into sub-groups and steps these one by one, each as the group's only
@@ -791,6 +835,8 @@ class Zero3Adapter(StateAdapter):
     def __init__(self, engine: Any) -> None:
         super().__init__(engine)
         self._idle = IdleParameters.of(engine)
+        self._sub_groups = self._name_sub_groups()
+        self._clear_padding()
 
     def _optimizer_state(self) -> OptimizerState:
         return SubGroupState(self.wrapper)
@@ -811,6 +857,25 @@ class Zero3Adapter(StateAdapter):
             )
         _check_zero_wrapper(self.wrapper)
         super().check()
+
+    def _clear_padding(self) -> None:
+        """Zero the padding of partitions and masters. DeepSpeed leaves in it what the memory held,
+        which may be a NaN, and versions with a NaN are refused."""
+        rank = torch.distributed.get_rank(group=self.wrapper.dp_process_group)
+
+        def clear(part: torch.Tensor, parameter: Any) -> None:
+            filled = max(0, parameter.ds_numel - rank * part.numel())
+            part.data[filled:] = 0
+
+        for p in self.engine.module.parameters():
+            if hasattr(p, "ds_tensor"):
+                clear(p.ds_tensor, p)
+        for master, parameters in zip(
+            self.wrapper.fp32_partitioned_groups_flat, self.wrapper.fp16_groups, strict=True
+        ):
+            parts = master.split([p.partition_numel() for p in parameters])
+            for part, p in zip(parts, parameters, strict=True):
+                clear(part, p)
 
     @property
     def written_by_steps(self) -> frozenset[str]:
@@ -841,19 +906,57 @@ class Zero3Adapter(StateAdapter):
         self._idle.prepare(host_state["idle"])
         return super().prepare(manifest, host_state)
 
+    def prepare_resized(
+        self, manifest: Manifest, host_state: dict[str, Any]
+    ) -> tuple[SectionImage, SectionImage]:
+        self._idle.prepare(host_state["idle"])
+        images = super().prepare_resized(manifest, host_state)
+        host_state["sub_groups"] = self._sub_groups
+        return images
+
     def host_state(self) -> dict[str, Any]:
         self._idle.end_step()
-        return {**super().host_state(), "idle": sorted(self._idle.known)}
+        mine = {"idle": sorted(self._idle.known), "sub_groups": self._sub_groups}
+        return {**super().host_state(), **mine}
+
+    def _name_sub_groups(self) -> list[list[list[str]]]:
+        """Names of the parameters of every sub-group, by group. DeepSpeed fills a sub-group with
+        whole parameters up to a size of their parts, so that it depends on the degree."""
+        names = {id(p): name for name, p in self.engine.module.named_parameters()}
+        groups: list[list[list[str]]] = [[] for _ in self.state.optimizer.param_groups]
+        for number, parameters in enumerate(self.wrapper.fp16_groups):
+            group = groups[self.wrapper.sub_group_to_group_id[number]]
+            group.append([names[id(p)] for p in parameters])
+        return groups
 
     def restore_caches(self, host_state: dict[str, Any]) -> None:
         super().restore_caches(host_state)
         self._idle.known = set(host_state["idle"])
 
-    def grouped(self) -> list[list[torch.Tensor]]:
-        raise LayoutError(ONE_DEGREE)
+    def partitioned(self, host_state: Mapping[str, Any]) -> Partitions:
+        # The script may register a parameter late, which DeepSpeed does not partition then.
+        sizes = {
+            name: p.ds_numel
+            for name, p in self.engine.module.named_parameters()
+            if hasattr(p, "ds_tensor")
+        }
+        found: Partitions = {
+            f"{kind}.{name}": [(name, numel)]
+            for name, numel in sizes.items()
+            for kind in ("model", "gradient", "master_gradient")
+        }
+        for g, group in enumerate(host_state["sub_groups"]):
+            for i, names in enumerate(group):
+                found[f"master.{g}.{i}"] = [(name, sizes[name]) for name in names]
+        return found
 
-    def partitioned(self) -> tuple[int, ...]:
-        raise LayoutError(ONE_DEGREE)
+    def grouped(self) -> list[list[torch.Tensor]]:
+        raise LayoutError(
+            "state of ZeRO-3 in memory and in persist.dir can be resumed at another data-parallel "
+            "degree, but not with other pipeline stages or tensor slices, and DeepSpeed's files "
+            "of it at their own degree alone: start with the layout that wrote it, or convert "
+            "the files with DeepSpeed's ds_to_universal"
+        )
 
     def _link(self) -> None:
         # What was gathered before the restore are copies of other values. The next forward pass

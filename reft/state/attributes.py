@@ -1,9 +1,9 @@
-"""The state of objects of a script that have no ``state_dict``: those of their attributes that are
+"""The state of a script's objects that have no ``state_dict``: those of their attributes that hold
 state.
 
-These are random generators of three kinds, and numbers, texts, tensors and collections of them that
-have changed since the object was first seen. What has not changed is a setting, which the script
-makes the same at every start, or means to change.
+These are random generators, and all numbers, strings, tensors and collections of them that have
+changed since the object was first seen. An attribute that has not changed is a setting, which the
+script sets at every start, perhaps to another value.
 """
 
 from __future__ import annotations
@@ -16,18 +16,20 @@ from reft.state import objects
 from reft.state.codec import decode, encode
 
 _MOST_BYTES = 64 * 2**10
-"""Longer attributes are data that the object was given, such as the indices or weights of a
-sampler."""
+"""Limit of an encoded attribute. Longer ones are data that the object was constructed with, such as
+the indices or weights of a sampler."""
 _STATE = "state_dict"
 
-_GENERATOR = "generator"  # marks the state of a random generator among attributes
+_GENERATOR = "generator"  # Key under which the state of a random generator is stored
 _seen = dict[int, dict[str, bytes]]()
-"""Attributes of objects as they were when first seen, encoded. By ``id``: not every sampler has a
-hash."""
+"""Encoded attributes of objects when they were first seen, by ``id``, because not every sampler is
+hashable."""
 
 
 def has_attributes(owner: Any) -> bool:
-    """Whether it can be followed by its attributes."""
+    """Return whether an object has attributes and can be referenced weakly, as :func:`capture`
+    needs.
+    """
     return type(owner).__dictoffset__ != 0 and type(owner).__weakrefoffset__ != 0
 
 
@@ -46,8 +48,8 @@ def capture(owner: Any) -> dict[str, bytes]:
 
 
 def restore(owner: Any, saved: dict[str, bytes]) -> None:
-    """Put back what :func:`capture` returned, in place. Other attributes are as they were when the
-    object was first seen."""
+    """Put back what :func:`capture` returned, in place. All other attributes get the values that
+    they had when the object was first seen."""
     if objects.is_stateful(owner):
         if _STATE in saved:
             owner.load_state_dict(decode(saved[_STATE]))
@@ -59,7 +61,7 @@ def restore(owner: Any, saved: dict[str, bytes]) -> None:
             continue
         decoded = decode(value)
         if isinstance(decoded, dict) and _GENERATOR in decoded:
-            # Some samplers make their generator when a pass begins, and seed it then.
+            # Some samplers create and seed their generator only when a pass begins.
             if _is_generator(owner, name):
                 objects.restore(getattr(owner, name), decoded[_GENERATOR])
         else:

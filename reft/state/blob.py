@@ -1,13 +1,12 @@
-"""The host block: everything of a version that is not tensor bytes, encoded once per snapshot.
+"""The host block: the part of a version that is not tensor bytes, encoded once per version.
 
 It holds the manifest of the images, the template of the engine's checkpoint files (both change only
-with the layout and are encoded once) and the captured host state (new every step).
+with the layout and are encoded once) and the captured host state (new in every step).
 
-Buffers that live on a device are late. Their values at a step boundary are known to the device only
-once it gets there; reading them at once would hold up the training thread until then, at every
-step. So their transfer is queued on the training stream, in the order of everything else, and the
-block keeps room for the bytes at its end. Whoever writes the block to memory, on another thread,
-lets them land first.
+Module buffers on a device are *late*. The device computes their values after the host has reached
+the step boundary, so reading them there would block the training thread until the device arrives.
+Instead their transfer is queued on the training stream, and the block reserves space for the bytes
+at its end. The thread that writes the block to memory waits for the transfer first.
 """
 
 from __future__ import annotations
@@ -35,18 +34,18 @@ logger = logging.getLogger(__name__)
 Template = Callable[[tuple[SectionImage, SectionImage], dict[str, Any]], bytes]
 
 _COPIED_OF_ADAPTER = ("layout", "state")
-"""Parts of the adapter's state that share nothing with live objects. With the random states and the
-buffers they are most of a block's bytes."""
+"""Parts of the adapter's state that share no memory with live objects. They, the random states and
+the buffers make up most of a block's bytes."""
 _SPECS, _BYTES = "late", "late_bytes"
 
 
 class LateBlob(bytearray):
-    """An encoded host block, the last bytes of which are still under way from a device."""
+    """An encoded host block whose last bytes are still being transferred from a device."""
 
     _land: Callable[[], torch.Tensor] | None = None
 
     def settle(self) -> None:
-        """Wait for them and put them into their place. Not on the training thread."""
+        """Wait for the transfer and insert the bytes. Must not run on the training thread."""
         if self._land is not None:
             landed = self._land()
             self[len(self) - landed.numel() :] = landed.numpy().tobytes()
@@ -54,8 +53,11 @@ class LateBlob(bytearray):
 
 
 class HostBlob:
-    """Encodes host blocks, keeping what does not change between steps. ``strict``: a version of
-    which no checkpoint could be written is an error."""
+    """Encodes host blocks, and caches the parts that do not change between steps.
+
+    Args:
+        strict: raise an error, rather than warn, if no checkpoint can be written from a version.
+    """
 
     def __init__(self, *, strict: bool = False) -> None:
         self._strict = strict
@@ -69,18 +71,20 @@ class HostBlob:
         signature: Hashable,
         state: dict[str, Any],
     ) -> Callable[[], bytes | LateBlob]:
-        """Encode what may alias live objects now, and the rest, most of it, when the result is
-        called: on any thread, at any time.
+        """Encode the parts that may alias live objects. The returned function encodes the rest.
 
         Args:
-            template: describes the engine's checkpoint; asked when the layout changed.
-            signature: changes when the images would have other tensors.
+            template: describes the engine's checkpoint; called when the layout has changed.
+            images: the replicated and the owned image of the state.
+            signature: a value that changes when the images get other tensors.
+            state: result of :func:`capture_host_state`.
 
         Returns:
-            Makes the block; where the module has buffers on a device it still has to be settled.
+            A function that returns the whole block. It may be called later, on any thread. If the
+            module has buffers on a device, the block must be settled before use.
 
         Raises:
-            UnsupportedStateError: no checkpoint could be written, and that is an error.
+            UnsupportedStateError: no checkpoint can be written, and ``strict`` is set.
         """
         if self._signature != signature or not self._fixed:
             manifest = Manifest.of(images)
@@ -154,19 +158,22 @@ class DecodedBlob:
 
 
 def is_late(tensor: torch.Tensor) -> bool:
-    """Whether reading it would wait for a device."""
+    """Return whether reading a tensor waits for a device."""
     return find_vendor(tensor.device) is not None
 
 
 def _queue(
     tensors: Mapping[str, torch.Tensor], offsets: tuple[int, ...], nbytes: int
 ) -> Callable[[], torch.Tensor]:
-    """Queue the transfer of dense device tensors to host memory on the current stream. The result
-    waits for it and returns that memory."""
+    """Queue the transfer of device tensors to host memory on the current stream.
+
+    Returns:
+        A function that waits for the transfer and returns the host memory, ``nbytes`` of uint8.
+    """
     devices = {t.device: vendor for t in tensors.values() if (vendor := find_vendor(t.device))}
     host = torch.zeros(nbytes, dtype=torch.uint8)
     if devices:
-        # Into memory that is not pinned a transfer holds up the caller, but arrives too (P6).
+        # Without pinned memory the transfer still works, but blocks the training thread (P6).
         with suppress(RuntimeError):
             host = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
     for tensor, offset in zip(tensors.values(), offsets, strict=True):
@@ -188,7 +195,7 @@ def _queue(
 
 
 def _landed(specs: list[list[Any]], data: bytes) -> dict[str, torch.Tensor]:
-    """The late tensors of a decoded host block, on the CPU, with memory of their own."""
+    """Return copies of the late tensors of a decoded host block, on the CPU, by name."""
     found = {}
     for name, dtype, shape, offset in specs:
         end = offset + prod(shape) * codec.torch_dtype(dtype).itemsize
@@ -200,7 +207,7 @@ def _landed(specs: list[list[Any]], data: bytes) -> dict[str, torch.Tensor]:
     return found
 
 
-# -- what is captured, and put back ----------------------------------------------------------------
+# -- capture and restore ---------------------------------------------------------------------------
 
 
 _COUNTERS = (
@@ -209,29 +216,35 @@ _COUNTERS = (
 )
 
 
-# Captured on the training thread at a step boundary, after the engine's own counters have moved:
-# ``engine.step()`` counts the micro step last, so a hook inside it is too early. Layout of the
-# captured dict (paths into it are part of the stored checkpoint templates)::
+# The host state is captured on the training thread at a step boundary, after the engine has updated
+# its counters: ``engine.step()`` counts the micro step last, so a hook inside it is too early.
+# Layout of the captured dict (paths into it are part of the stored checkpoint templates)::
 #
 #     engine        counters: global_steps, global_samples, skipped_steps, micro_steps, ...
 #     lr_scheduler  its state_dict(), or None
 #     last_lr       ``_last_lr`` of DeepSpeed's schedulers, which their state_dict leaves out
 #     adapter       StateAdapter.host_state()
-#     buffers       every module buffer by name, non-persistent ones too; live ones where on a
-# device     schedules     progressive layer drop, curriculum, random-LTD, data sampler, where
-# enabled     rng           capture_rng()
-#     client        what the user's client_state() returned
+#     buffers       every module buffer by name, non-persistent ones too; live ones if on a device
+#     schedules     progressive layer drop, curriculum, random-LTD, data sampler, if enabled
+#     rng           capture_rng()
+#     client        result of the user's client_state()
 #     data          data position
 
 
 def capture_host_state(
     engine: Any, adapter: StateAdapter, client_state: Mapping[str, Any] | None, data_state: Any
 ) -> dict[str, Any]:
-    """Capture the host state of an engine at a step boundary, with what the user and the data
-    position want to have restored.
+    """Capture the host state of an engine at a step boundary.
 
-    Parts that belong to schedulers and to the user, and buffers on a device, may alias live
-    objects: encode the result before the next step."""
+    The state of schedulers, client state, and buffers on a device may alias live objects, so the
+    result must be encoded before the next step.
+
+    Args:
+        engine: DeepSpeed's engine.
+        adapter: adapter of its optimizer.
+        client_state: the user's own state; None if there is none.
+        data_state: data position.
+    """
     scheduler = engine.lr_scheduler
     return {
         "engine": on_host(engine, _COUNTERS),
@@ -247,18 +260,28 @@ def capture_host_state(
 
 
 def restore_host_state(engine: Any, adapter: StateAdapter, state: dict[str, Any]) -> None:
-    """Restore a decoded host state; the images must have been written.
+    """Restore a decoded host state, after the images were written to the tensors.
 
-    Client state and data position are left to the caller; random generators come last, so that
-    nothing here advances them."""
+    The caller restores client state and data position. Random generators are restored last, so that
+    no other part of the restore advances them.
+    """
     adapter.finish(state["adapter"])
     _restore_rest(engine, state, scheduler=True)
 
 
 def restore_data_free_state(engine: Any, state: dict[str, Any], *, scheduler: bool = True) -> None:
-    """After DeepSpeed's own ``load_checkpoint``: restore what its files do not hold, no tensor of
-    the images among it. ``state`` must be of the step that was loaded; ``scheduler``: whether the
-    learning-rate scheduler is to be restored."""
+    """Restore the state that DeepSpeed's files lack, after its own ``load_checkpoint``.
+
+    The tensors of the images are not changed.
+
+    Args:
+        engine: DeepSpeed's engine.
+        state: decoded host state of the step that was loaded.
+        scheduler: whether to restore the learning-rate scheduler.
+
+    Raises:
+        LayoutError: the host state is of another step.
+    """
     if state["engine"]["global_steps"] != engine.global_steps:
         raise LayoutError(
             f"the host state is of step {state['engine']['global_steps']}, the checkpoint of step "
@@ -278,7 +301,8 @@ def _restore_scheduler(engine: Any, state: dict[str, Any]) -> None:
         )
     if scheduler is None:
         return
-    # Megatron's goes on from where it is by what it loads: loading twice is not loading once.
+    # Megatron's scheduler advances its present position by what it loads, so loading the same state
+    # twice would be wrong.
     if codec.encode(scheduler.state_dict()) != codec.encode(saved):
         scheduler.load_state_dict(saved)
     if state["last_lr"] is not None:
@@ -304,12 +328,15 @@ def _restore_rest(engine: Any, state: dict[str, Any], *, scheduler: bool) -> Non
 
 
 # --- buffers -------------------------------------------------------------------------------------
-# Forward passes change them (running statistics, caches), so they cannot be copied behind training.
+# Forward passes change buffers (running statistics, caches), so they cannot be copied while the
+# next step runs.
 
 
 def capture_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Copies, or the live ones where a copy would wait for the device: the encoder sees to
-    those."""
+    """Return module buffers by name: copies on the CPU, and live ones on devices.
+
+    Copying the latter would wait for the device; :class:`HostBlob` transfers them.
+    """
     return {
         name: b.detach() if is_late(b) else b.detach().to("cpu", copy=True)
         for name, b in module.named_buffers()
@@ -324,7 +351,8 @@ def restore_buffers(module: torch.nn.Module, saved: Mapping[str, torch.Tensor]) 
             with torch.no_grad():
                 buffer.copy_(value)
             continue
-        # A cache that had grown, or was filled after construction: nothing else refers to it.
+        # A cache that had grown, or was filled after construction. It may be replaced, because only
+        # its module refers to it.
         path, _, leaf = name.rpartition(".")
         owner = dict(module.named_modules()).get(path)
         if owner is None or leaf not in owner._buffers:
@@ -340,7 +368,9 @@ def restore_buffers(module: torch.nn.Module, saved: Mapping[str, torch.Tensor]) 
 
 
 def _schedules(engine: Any) -> dict[str, tuple[Callable[[], Any], Callable[[Any], None]]]:
-    """Reader and writer of every schedule the engine uses. Which exist differs between versions."""
+    """Return reader and writer of every schedule that the engine uses, by name. Releases of
+    DeepSpeed have different ones.
+    """
     found: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {}
     own = vars(engine)
     drop = own.get("progressive_layer_drop")
@@ -366,8 +396,8 @@ def _schedules(engine: Any) -> dict[str, tuple[Callable[[], Any], Callable[[Any]
 
 
 # --- random generators ----------------------------------------------------------------------------
-# Every one of a rank: Python, NumPy, torch CPU, the current device, and the trackers by which
-# DeepSpeed's activation checkpointing and Megatron keep tensor-parallel dropout apart.
+# All generators of a rank: Python, NumPy, torch on the CPU, the current device, and the trackers
+# that DeepSpeed's activation checkpointing and Megatron use for tensor-parallel dropout.
 
 
 _MEGATRON = (
@@ -379,8 +409,8 @@ _DEEPSPEED = "deepspeed.runtime.activation_checkpointing.checkpointing"
 
 
 def capture_host_rng() -> dict[str, Any]:
-    """State of the generators in host memory, which data is drawn with; encodable, none is
-    advanced."""
+    """State of the generators in host memory, which draw the data. It can be encoded. No generator
+    is advanced."""
     version, words, gauss = random.getstate()
     return {
         "python": {"version": version, "words": np.array(words, dtype=np.uint32), "gauss": gauss},
@@ -407,7 +437,7 @@ def same_host_rng(a: dict[str, Any], b: dict[str, Any]) -> bool:
 
 
 def capture_rng() -> dict[str, Any]:
-    """State of all generators, encodable; no generator is advanced."""
+    """State of all generators. It can be encoded. No generator is advanced."""
     name, device = _accelerator()
     return {
         **capture_host_rng(),
@@ -439,8 +469,11 @@ def restore_rng(state: dict[str, Any]) -> None:
 
 
 def _accelerator() -> tuple[str, Any]:
-    """Name and random state of DeepSpeed's accelerator, without DeepSpeed of the device that torch
-    has begun to use; "cpu" has none but torch's own."""
+    """Return the name and random-state functions of DeepSpeed's accelerator.
+
+    Without DeepSpeed these are the device's that torch has initialized. ``("cpu", None)`` if there
+    is none.
+    """
     module = sys.modules.get("deepspeed.accelerator")
     if module is None:
         vendor = find_used_vendor()
@@ -450,7 +483,7 @@ def _accelerator() -> tuple[str, Any]:
 
 
 def _trackers() -> Iterator[tuple[str, Any]]:
-    """Trackers of the modules that are imported; nothing is imported here."""
+    """Yield trackers of random states in the modules that are already imported."""
     seen: list[Any] = []
     for name in (_DEEPSPEED, *_MEGATRON):
         getter = getattr(sys.modules.get(name), "get_cuda_rng_tracker", None)

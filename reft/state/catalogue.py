@@ -63,11 +63,11 @@ class Manifest:
 
     @classmethod
     def of(cls, images: tuple[SectionImage, SectionImage]) -> Manifest:
-        """The manifest of ``(replicated, owned)``."""
+        """Return the manifest of ``(replicated, owned)``."""
         return cls(images[0].specs, images[1].specs)
 
     def encode(self) -> bytes:
-        """Bytes for the host section."""
+        """Return bytes for the host section."""
         return codec.encode(
             {
                 name: [
@@ -166,14 +166,16 @@ class SectionImage:
         return [t._version for _, t in self._watched]
 
     def written_since(self, counts: Sequence[int]) -> list[str]:
-        """Names of the tensors that were written after :meth:`write_counts` returned ``counts``."""
+        """Return the names of the tensors that were written after :meth:`write_counts` returned
+        ``counts``.
+        """
         pairs = zip(self._watched, counts, strict=True)
         return [name for (name, t), count in pairs if t._version != count]
 
     def with_copies(
         self, names: Collection[str]
     ) -> tuple[SectionImage, list[tuple[torch.Tensor, torch.Tensor]]]:
-        """The same image, in which copies stand for some tensors.
+        """Return the same image, in which copies stand for some tensors.
 
         Args:
             names: tensors to replace. The returned image no longer watches them for writes.
@@ -206,7 +208,7 @@ class SectionImage:
         return self._views[0].device if self._views else torch.device("cpu")
 
     def live(self, start: int, stop: int) -> list[torch.Tensor]:
-        """The live bytes of ``image[start : stop]`` without padding, 1-D uint8 views."""
+        """Return the live bytes of ``image[start : stop]`` without padding, 1-D uint8 views."""
         return [v[max(0, start - o) : stop - o] for o, v, _ in self._overlapping(start, stop)]
 
     def tensors_at(self, start: int, stop: int) -> list[TensorSpec]:
@@ -251,7 +253,7 @@ class SectionImage:
             copy(view[begin - offset : end - offset], data[begin - start : end - start])
 
     def locate(self, tensor: torch.Tensor) -> int | None:
-        """Offset of the tensor's first element in the image, or None.
+        """Return the offset of the tensor's first element in the image, or None.
 
         The tensor must lie within the memory of one member; its element with strides ``s`` then is
         at ``offset + itemsize * sum(index * s)``. A zero-size tensor has no place: None.
@@ -378,8 +380,9 @@ def check_dense(name: str, tensor: torch.Tensor) -> None:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill one range of memory, each byte once (in any order of
-    dimensions)."""
+    """Return whether the elements fill one range of memory, each byte once (in any order of
+    dimensions).
+    """
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size == 0:
@@ -391,7 +394,9 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def _extent_bytes(tensor: torch.Tensor) -> int:
-    """Bytes from the first to the last element, 0 for a tensor without elements."""
+    """Return the number of bytes from the first to the last element, 0 for a tensor without
+    elements.
+    """
     if not tensor.numel():
         return 0
     last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))

@@ -1,15 +1,14 @@
 """Host state as bytes: msgpack with extension types, never pickle.
 
-What goes in comes out with the same types and the same bits (NaN payloads, negative zero, 16-bit
-floats, integers of any size). Only a closed list of types is encoded, and decoding calls nothing
-but their
-constructors: bytes from another host can build data, not run code (P11). (safetensors holds tensors
-only; ``torch.load(weights_only=True)`` still runs an unpickler, and refuses most of what client
-state may hold.)
+A decoded value has the types and the bits of the encoded one (NaN payloads, negative zero, 16-bit
+floats, integers of any size). Only a fixed list of types is encoded, and decoding calls only their
+constructors, so bytes from another host can create data but not run code (P11). (safetensors holds
+tensors only; ``torch.load(weights_only=True)`` still runs an unpickler, and refuses most types that
+client state may contain.)
 
-Tensors and arrays are copied on both ways and land on the CPU; autograd state, memory format and
-the identity of objects that are referred to twice are not kept. torch and numpy are imported only
-where a value needs them, so that light processes can decode plain state.
+Encoding and decoding copy tensors and arrays; decoded ones are on the CPU. Autograd state and
+memory format are lost, and an object that is referenced twice becomes two objects. torch and numpy
+are imported only when a value needs them, so that small processes can decode plain state.
 """
 
 from __future__ import annotations
@@ -36,8 +35,7 @@ _INT_MIN, _INT_MAX = -(2**63), 2**64 - 1
 
 
 class DecodeError(ReftError, ValueError):
-    """Bytes are not an encoded value, are cut short, or name something this process does not
-    have."""
+    """The bytes are no encoded value, are truncated, or name a type that this process lacks."""
 
 
 class _Ext(enum.IntEnum):
@@ -71,16 +69,25 @@ _KEY_TYPES = (type(None), bool, int, float, complex, str, bytes, tuple, frozense
 
 
 def encode(value: Any) -> bytes:
+    """Encode a value.
+
+    Raises:
+        UnsupportedStateError: it contains a type that is not on the list.
+    """
     return _pack(_lower(value, "state", 0))
 
 
 def decode(data: bytes | bytearray | memoryview) -> Any:
-    """The value that :func:`encode` was given; shares no memory with ``data``."""
+    """Decode what :func:`encode` returned. The value shares no memory with ``data``.
+
+    Raises:
+        DecodeError: the bytes are no encoded value.
+    """
     try:
         return _unpack(data)
     except DecodeError:
         raise
-    except Exception as e:  # msgpack and the constructors raise a zoo of classes on damaged bytes
+    except Exception as e:  # msgpack and the constructors raise many classes on damaged bytes
         raise DecodeError(
             f"{memoryview(data).nbytes} bytes cannot be decoded ({type(e).__name__}: {e}); "
             "expected bytes written by reft.state.codec.encode of this or an older version"
@@ -88,7 +95,7 @@ def decode(data: bytes | bytearray | memoryview) -> Any:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether it is a tensor of one of torch's own classes, whose bytes are all there is to it."""
+    """Return whether a value is a tensor of torch's own classes, whose only state is its bytes."""
     import torch
 
     kind = type(value)
@@ -97,7 +104,7 @@ def is_plain(value: Any) -> bool:
 
 
 def class_path(value: Any) -> str:
-    """``module.QualifiedName`` of the exact class of ``value``."""
+    """Return ``module.QualifiedName`` of the exact class of ``value``."""
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
@@ -152,7 +159,7 @@ def _items(value: Any, path: str, depth: int) -> list[Any]:
 
 
 def _members(value: Any, path: str, depth: int) -> list[Any]:
-    # Sorted by their bytes: equal sets encode equally whatever the hash seed.
+    # Sorted by their bytes, so that equal sets have equal encodings under every hash seed.
     path = f"{path}{{...}}"
     return sorted((_lower(_check_key(v, path), path, depth) for v in value), key=_pack)
 
@@ -179,7 +186,9 @@ def _bounds(value: Any, path: str, depth: int) -> list[Any]:
 
 
 def _library_form(value: Any) -> tuple[_Ext, _Lower] | None:
-    """Of values of torch and numpy, and members of enums."""
+    """Return extension code and encoder for values of torch and numpy and for enum members; None
+    for others.
+    """
     form = _torch_form(value) if "torch" in sys.modules else None
     if form is None and "numpy" in sys.modules:
         form = _numpy_form(value)
@@ -242,7 +251,7 @@ def _dtype(dtype: np.dtype[Any], path: str) -> str:
     return dtype.str
 
 
-_RAW = (_Ext.INT, _Ext.BYTEARRAY)  # Whose payload is bytes of their own, not packed once more
+_RAW = (_Ext.INT, _Ext.BYTEARRAY)  # Their payload is the value's bytes, not a msgpack document
 _FORMS: dict[type, tuple[_Ext, _Lower]] = {
     int: (
         _Ext.INT,
@@ -267,7 +276,7 @@ _FORMS: dict[type, tuple[_Ext, _Lower]] = {
 
 
 def _raise(code: int, data: bytes) -> Any:
-    """Makes the value of every extension; anything outside the list is refused."""
+    """Create the value of an extension. Codes that are not on the list are refused."""
     if code not in _MAKE:
         raise DecodeError(
             f"found extension code {code}; this version knows {min(_Ext)}..{max(_Ext)}"
@@ -295,7 +304,7 @@ def make_tensor(parts: Any) -> torch.Tensor:
         raise DecodeError(f"found {len(raw)} bytes for a {dtype} tensor of shape {tuple(shape)}")
     tensor = torch.empty(tuple(shape), dtype=dtype)
     if raw:
-        # bytearray: a copy of our own, so that nothing aliases (or may write to) the source buffer.
+        # The bytearray is a copy, so that the tensor does not share memory with the source buffer.
         flat = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
         tensor.reshape(-1).view(torch.uint8).copy_(flat)
     return tensor
@@ -341,8 +350,8 @@ def _encode_torch(name: str) -> Callable[[Any], Any]:
 
 
 def _make_enum(parts: Any) -> enum.Enum:
-    # Looked up only in modules this process has imported by itself, and in plain namespaces, so
-    # that neither an import nor a module's __getattr__ runs on behalf of the bytes (P11).
+    # The class is looked up only in the namespaces of modules that are already imported, so that
+    # the bytes can trigger neither an import nor a module's __getattr__ (P11).
     module, qualname, name = parts
     found: Any = sys.modules.get(module)
     for part in qualname.split("."):

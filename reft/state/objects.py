@@ -1,5 +1,4 @@
-"""The state of single objects of a script: what has ``state_dict``, and random generators of three
-kinds.
+"""The state of single objects of a script: objects with ``state_dict``, and random generators.
 
 :func:`capture` reads an object's state as encodable values; :func:`restore` puts it back in place.
 Neither advances a generator.
@@ -17,18 +16,19 @@ KINDS = (
     "objects with state_dict and load_state_dict (modules, optimizers, schedulers, loaders), "
     "torch.Generator, numpy.random.Generator and RandomState, random.Random"
 )
-"""What :func:`is_known` accepts, for messages."""
+"""The objects that :func:`is_known` accepts, as a text for messages."""
 
 
 def is_generator(value: Any) -> bool:
-    """Whether it is a random generator whose state can be read."""
+    """Return whether a value is a random generator whose state can be read."""
     kinds = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
     return isinstance(value, kinds) and not isinstance(value, random.SystemRandom)
 
 
 def is_stateful(value: Any) -> bool:
-    """Whether it has ``state_dict`` and ``load_state_dict``, as torch's ``Stateful`` protocol says.
-    A class is none."""
+    """Return whether a value is an object with ``state_dict`` and ``load_state_dict`` (torch's
+    ``Stateful`` protocol). A class is not.
+    """
     names = ("state_dict", "load_state_dict")
     return not isinstance(value, type) and all(
         callable(getattr(value, name, None)) for name in names
@@ -40,8 +40,9 @@ def is_known(value: Any) -> bool:
 
 
 def capture(value: Any) -> Any:
-    """The state of a known object. It may alias live tensors: encode it before training
-    continues."""
+    """Return the state of a known object. It may alias live tensors, so it must be encoded before
+    training continues.
+    """
     if isinstance(value, torch.Generator):
         return value.get_state()
     if isinstance(value, np.random.Generator):

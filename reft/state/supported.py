@@ -1,6 +1,8 @@
-"""Of which engines and optimizers reft knows the state. The others are refused at the start and by
-name: state that reft does not know is never a wrong snapshot. What DeepSpeed's configuration alone
-tells is refused by :mod:`reft.checks.preflight`."""
+"""Engines and optimizers whose state reft knows.
+
+All others are refused by name at the start, so that unknown state cannot become a wrong version.
+:mod:`reft.checks.preflight` refuses what can be seen in DeepSpeed's configuration alone.
+"""
 
 from __future__ import annotations
 
@@ -36,16 +38,16 @@ _ADVICE = {
 }
 
 APEX_FUSED_ADAM = "apex.optimizers.fused_adam.FusedAdam"
-# apex is told by module and attributes, and never imported; PyPI's package of that name is
-# something else and is not meant. Its two keep Adam's moments in ``state`` and one step count per
-# group in ``param_groups``, so that every adapter takes them as it takes torch's Adam.
+# NVIDIA's apex is recognized by module and attributes, and never imported; PyPI's package of that
+# name is another one. Its two optimizers keep Adam's moments in ``state`` and one step count per
+# group in ``param_groups``, so that the adapters treat them like torch's Adam.
 _APEX = {
     APEX_FUSED_ADAM: ("adam_w_mode", "set_grad_none", "multi_tensor_adam"),
     "apex.optimizers.fused_lamb.FusedLAMB": (
         *("adam_w_mode", "set_grad_none", "use_nvlamb", "multi_tensor_lamb"),
     ),
 }
-"""What NVIDIA's classes have, by their path."""
+"""Attributes that NVIDIA's classes have, by class path."""
 _APEX_ELSEWHERE = {
     "master_weights": "keeps fp32 masters in an attribute of its own",
     "capturable": "keeps its step count and learning rate on the device",
@@ -60,7 +62,7 @@ def refuse(found: str, change: str) -> UnsupportedStateError:
 
 
 def refuse_class(value: Any) -> UnsupportedStateError:
-    """The error for an optimizer of an unknown class, with what to use instead."""
+    """Return the error for an optimizer of an unknown class, with what to use instead."""
     path = class_path(value)
     change = next((a for prefix, a in _ADVICE.items() if path.startswith(prefix)), None)
     return refuse(
@@ -114,8 +116,8 @@ def check_optimizer(optimizer: Any) -> None:
 
 
 def check_apex(optimizer: Any) -> None:
-    """Refuse what apex keeps outside ``state`` and ``param_groups``. Nothing is said of other
-    optimizers."""
+    """Refuse optimizers of apex with state outside ``state`` and ``param_groups``. Other optimizers
+    are not checked."""
     attributes, found = vars(optimizer), f"the optimizer {class_path(optimizer)}"
     if "_amp_stash" in attributes:
         raise _refuse_apex(
@@ -150,11 +152,15 @@ def _refuse_apex(found: str, change: str) -> UnsupportedStateError:
 
 
 def explain_not_loadable(engine: Any) -> str | None:
-    """Why ``engine.load_checkpoint`` fails with every checkpoint of this engine, and what to
-    change; None where it does not. A job should know when it starts (P12). Some releases load
-    partitions for a wrapper that has none (``AttributeError: dp_process_group``), others give
-    ``BF16_Optimizer``, which expects a list of partitions, one state dict (``KeyError: 0``);
-    :mod:`reft.checks.preflight` lists them."""
+    """Explain why this DeepSpeed cannot load a checkpoint of this engine, and what to change (P12).
+
+    Some releases load partitions for a wrapper that has none (``AttributeError:
+    dp_process_group``). Others give ``BF16_Optimizer``, which expects a list of partitions, one
+    state dict (``KeyError: 0``). :mod:`reft.checks.preflight` lists them.
+
+    Returns:
+        None if it can.
+    """
     if not engine.bfloat16_enabled():
         return None
     load = inspect.unwrap(type(engine).load_checkpoint)

@@ -1,17 +1,17 @@
 """DeepSpeed's checkpoint files, written from a version instead of from a live engine.
 
-During training each rank records once what ``engine.save_checkpoint`` would write, as a *template*
-(:mod:`reft.storage.template`) that is in the host block of every version. A process that holds the
-images and host blocks of a version, such as the node daemon or a tool after the job's end, fills
-the templates in. The result is the files that ``save_checkpoint`` would have written at that step;
-DeepSpeed loads them without reft.
+During training each rank records once what ``engine.save_checkpoint`` would write, as a
+*template* (:mod:`reft.storage.template`). Every version contains the template in its host block
+(the encoded host state of a rank). Later a process that has the images and host blocks of a
+version, such as a tool after the job's end, fills the templates in. This gives the files that
+``save_checkpoint`` would have written at that step; DeepSpeed loads them without reft.
 
-Every rank records its own files only, as DeepSpeed distributes them: the first replica the model
-files, each replica its ZeRO partition. A version is recoverable only with the host block of every
-rank, so the template of a lost node is available wherever its state is.
+Every rank records only the files that it would write itself: the first replica the model files,
+each replica its ZeRO partition. A version is recoverable only with the host block of every rank,
+so the template of a lost node is available wherever its state is.
 
 Next to DeepSpeed's files, each rank has a file with its host state (random state, data position,
-buffers). DeepSpeed ignores it; with it, reft restores training bit for bit (P8).
+buffers). DeepSpeed ignores this file; reft needs it to restore training bit for bit (P8).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from reft.storage.template import Path as Keys
 
 TEMPLATE_FORMAT = 1
 HOST_FILE_MAGIC = b"REFTHOST1"
-# Megatron's file next to ``latest``: the iteration of the newest checkpoint.
+# Megatron's file next to ``latest``, which contains the iteration of the newest checkpoint.
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
 _RECOVERY_SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")
 _NOWHERE = Path("/nonexistent/reft-template")
@@ -51,20 +51,22 @@ _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 _SCHEDULES = ("data_sampler", "random_ltd")
 # Keys of the optimizer wrapper's state dict, in the model file without ZeRO and in the ZeRO file.
 _OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict")
-# Keys of the torch optimizer's state dict within the wrapper's.
+# Keys of the torch optimizer's state dict within the wrapper's state dict.
 _INNER_KEYS = ("optimizer_state_dict", "base_optimizer_state")
 
 
 @dataclass(frozen=True)
 class Template:
-    """The checkpoint files of one rank without the bytes."""
+    """The checkpoint files of one rank without the tensors' bytes."""
 
-    files: Mapping[str, list[Any]]  # Node tree of each file, by name within the tag directory
-    client_files: tuple[str, ...]  # Files whose top level includes the user's client state
+    # Tree of template nodes for each file, by file name within the tag directory
+    files: Mapping[str, list[Any]]
+    # Names of the files whose top level includes the user's client state
+    client_files: tuple[str, ...]
     # Whether this rank writes DeepSpeed's ZeRO scripts next to the tag directory
     recovery_scripts: bool
-    shape: bytes  # Names of the values that the host state must have (`read_shape`)
-    versions: Mapping[str, str]  # Versions of DeepSpeed and torch that the engine ran on
+    shape: bytes  # Structure that the host state must have (`read_shape`), encoded
+    versions: Mapping[str, str]  # Versions of DeepSpeed and torch in the training job
 
     def encode(self) -> bytes:
         content = {"format": TEMPLATE_FORMAT, **vars(self), "client_files": list(self.client_files)}
@@ -102,13 +104,13 @@ def capture_template(
 ) -> bytes:
     """Record what ``engine.save_checkpoint`` would write on this rank.
 
-    It writes no file, copies no tensor and enters no collective, so a rank can call it alone
-    between two steps. It is needed once for each layout.
+    No file is written, no tensor copied and no collective entered, so a rank can call this alone
+    between two steps. One call is enough for each layout.
 
     Args:
         engine: DeepSpeed's engine.
-        images: the replicated and the owned image.
-        host_state: captured at the same step.
+        images: images of the replicated and of the owned section.
+        host_state: host state captured at the same step.
 
     Returns:
         The encoded template.
@@ -120,8 +122,8 @@ def capture_template(
 
     recorded, model_file, has_scripts = _record(engine)
     per_step, given = _PerStepValues(engine, host_state), client_state(host_state)
-    # Methods are dropped. DeepSpeed since 0.18 saves the module's ``universal_checkpoint_info``,
-    # which is a method of Megatron's models and is overwritten by the client state.
+    # Drop methods: since 0.18 DeepSpeed saves the module's ``universal_checkpoint_info``, which
+    # is a method of Megatron's models and is then overwritten by the client state.
     if model := recorded.get(model_file):
         recorded[model_file] = {k: v for k, v in model.items() if k not in given or not callable(v)}
     files = {
@@ -139,7 +141,7 @@ def capture_template(
 
 
 class _RecordingEngine:
-    """Replaces the engine's checkpoint engine, and records the calls of ``save``."""
+    """Stands in for DeepSpeed's checkpoint engine, and records the calls of ``save``."""
 
     def __init__(self, original: Any) -> None:
         self._original = original
@@ -186,7 +188,7 @@ def _record(engine: Any) -> tuple[dict[str, Any], str, bool]:
         swapped.enter_context(_attribute(engine, "module_state_dict", _released(engine)))
         swapped.enter_context(_attribute(engine, "_get_param_fragment_func", _fragment))
         swapped.enter_context(_attribute(pipe, "clone_tensors_for_torch_save", _detach_all))
-        # DeepSpeed would log that it saves a checkpoint
+        # Otherwise DeepSpeed would log that it saves a checkpoint
         swapped.enter_context(_attribute(deepspeed_logger, "disabled", True))
         engine._save_checkpoint(str(_NOWHERE), _TAG, client_state={})
         if engine.save_zero_checkpoint:
@@ -211,7 +213,7 @@ def _relative(path: str) -> str:
 
 @contextmanager
 def _attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Shadow an attribute of an instance while the block lasts."""
+    """Shadow an attribute of an instance within the ``with`` block."""
     missing = object()
     before = vars(owner).get(name, missing)
     setattr(owner, name, value)
@@ -225,9 +227,10 @@ def _attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def _own_form(engine: Any) -> AbstractContextManager[None]:
-    """Use Megatron's own form of the module's state dict, as its ``save_checkpoint`` does.
+    """Use Megatron's own form of the module's state dict, as Megatron's ``save_checkpoint``
+    does.
 
-    Its models load only that form. Pipeline models have no such form.
+    Megatron's models load only that form. Pipeline models have no such form.
     """
     own = getattr(engine.module, "state_dict_for_save_checkpoint", None)
     if own is None or hasattr(engine, "grid"):
@@ -240,10 +243,11 @@ def _own_form(engine: Any) -> AbstractContextManager[None]:
 
 
 def _released(engine: Any) -> Callable[..., Any]:
-    """The engine's ``module_state_dict`` with empty parameters at ZeRO-3, as in DeepSpeed's files.
+    """Return the engine's ``module_state_dict`` with empty parameters at ZeRO-3, as in DeepSpeed's
+    files.
 
-    Without this, parameters that are gathered between steps would have content: persistent ones,
-    and those that the script has gathered.
+    Without this, parameters that are gathered between steps (persistent ones, and those that the
+    script has gathered) would not be empty.
     """
     original = engine.module_state_dict
 
@@ -258,18 +262,19 @@ def _released(engine: Any) -> Callable[..., Any]:
 
 
 def _fragment(parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a frozen parameter, uncopied, because a template needs the original.
+    """Return this rank's part of a frozen parameter without copying it, because a template needs
+    the original tensor.
 
-    Replaces DeepSpeed's function that copies it to the host.
+    Replaces DeepSpeed's function, which copies the part to the host.
     """
     return getattr(parameter, "ds_tensor", parameter).detach()
 
 
 def _detach_all(item: Any, device: Any = None) -> Any:
-    """The tensors of a pipeline, uncloned, because a template needs the originals.
+    """Return a pipeline's state with the original tensors, because a template needs them.
 
-    Replaces DeepSpeed's function that clones them. The containers are rebuilt as DeepSpeed does,
-    because that changes the file: it drops a module's ``_metadata``.
+    Replaces DeepSpeed's function, which clones the tensors. The containers are rebuilt as
+    DeepSpeed does, because this shows in the file: a module's ``_metadata`` is dropped.
     """
     if isinstance(item, torch.Tensor):
         return item.detach()
@@ -280,10 +285,10 @@ def _detach_all(item: Any, device: Any = None) -> Any:
     return item
 
 
-# --- values that change every step, and their place in the host state -----------------------------
-#
-# A value that is not found here is treated as constant for the layout. Values other than tensors in
-# a module's state dict are refused, because they may change.
+# --- values that change every step, and their place in the host state
+# ----------------------------- A value for which the code below finds no place in the host state
+# is assumed to stay the same as long as the layout does. A module's state dict may hold only
+# tensors: any other value could change unnoticed, so it is refused.
 
 
 def client_state(host_state: HostState) -> dict[str, Any]:
@@ -291,7 +296,9 @@ def client_state(host_state: HostState) -> dict[str, Any]:
 
 
 def find_tracker(host_state: HostState) -> bytes | None:
-    """Content of Megatron-DeepSpeed's tracker file for a version; None for other programs."""
+    """Return the content of Megatron-DeepSpeed's tracker file for a version; None for other
+    programs.
+    """
     client = client_state(host_state)
     iteration = client.get("iteration")
     is_megatrons = isinstance(client.get("args"), Namespace) and "checkpoint_version" in client
@@ -299,7 +306,8 @@ def find_tracker(host_state: HostState) -> bytes | None:
 
 
 def read_shape(host_state: HostState) -> bytes:
-    """The structure of a host state (names of its values), which must match the template's."""
+    """Return the structure of a host state (names of its values), which must match that in the
+    template."""
     adapter = host_state["adapter"]
     facts = [adapter["wrapper"], adapter["optimizer"], adapter["layout"]]
     groups = [list(group) for group in adapter["param_groups"]]
@@ -307,7 +315,8 @@ def read_shape(host_state: HostState) -> bytes:
 
 
 class _PerStepValues:
-    """Finds, for each value that a live engine saves, its path in the host state of that step."""
+    """Finds, for each value that a live engine saves, the path of the same value in the host
+    state of the step."""
 
     def __init__(self, engine: Any, host_state: HostState) -> None:
         self._adapter: Mapping[str, Any] = host_state["adapter"]
@@ -317,7 +326,7 @@ class _PerStepValues:
         self._positions = _positions(engine)
 
     def resolver(self, content: Any) -> Resolve:
-        """The resolver for one file's state dict."""
+        """Return the function that finds such paths for one file's state dict."""
         if isinstance(content, dict):
             if "global_steps" in content and "module" in content:
                 return self._model_file
@@ -350,12 +359,15 @@ class _PerStepValues:
         return None
 
     def _wrapper(self, path: Keys) -> Keys | None:
-        """``path`` within the state dict of DeepSpeed's wrapper, or of a torch optimizer itself."""
+        """Return ``path`` within the state dict of DeepSpeed's wrapper, or of a torch optimizer
+        itself.
+        """
         if not path:
             return None
         if path[0] in _INNER_KEYS:
             return self._inner(path[1:])
-        if path[0] == "base_optimizer_state_step":  # ZeRO-1 with elastic_checkpoint
+        # Only ZeRO-1 with elastic_checkpoint has this
+        if path[0] == "base_optimizer_state_step":
             return ("adapter", "param_groups", 0, "step")
         if len(path) == 1 and path[0] in self._adapter["attributes"]:
             return ("adapter", "attributes", path[0])
@@ -365,11 +377,11 @@ class _PerStepValues:
         return self._inner(path)
 
     def _inner(self, path: Keys) -> Keys | None:
-        """``path`` within the state dict of a torch optimizer."""
+        """Return ``path`` within the state dict of a torch optimizer."""
         match path:
             case ("param_groups", group, key) if key != "params":
                 return ("adapter", "param_groups", group, key)
-            case (int(group), key):  # elastic_checkpoint: one dict per group
+            case (int(group), key):  # elastic_checkpoint has one dict per parameter group
                 return self._parameter_value(group, 0, key)
             case ("state", number, key) if number in self._positions:
                 return self._parameter_value(*self._positions[number], key)
@@ -379,12 +391,13 @@ class _PerStepValues:
 
     def _parameter_value(self, group: int, position: int, key: Any) -> Keys | None:
         if key not in self._adapter["state"][group][position]:
-            return None  # A tensor in the images
+            return None  # A tensor, which is in the images
         return ("adapter", "state", group, position, key)
 
 
 def _positions(engine: Any) -> dict[int, tuple[int, int]]:
-    """Group and position of each parameter, by its number in ``Optimizer.state_dict``."""
+    """Return the group and the position in it of each parameter, by the parameter's number in
+    ``Optimizer.state_dict``."""
     numbers: dict[int, tuple[int, int]] = {}
     seen: set[int] = set()
     for g, i, param in adapter_for(engine).state.params():
@@ -401,7 +414,8 @@ def _tensor_key(tensor: torch.Tensor) -> tuple[Any, ...]:
 # --- rebuilding -----------------------------------------------------------------------------------
 
 
-WrittenFile = tuple[int, int]  # length and xxh3_64 of a file, computed while it was written
+# Length in bytes and xxh3_64 of a file, computed while the file was written
+WrittenFile = tuple[int, int]
 
 
 def write_checkpoint(
@@ -411,14 +425,15 @@ def write_checkpoint(
     directory: Path,
     coordinate: Coordinate,
 ) -> dict[str, WrittenFile]:
-    """Write one rank's files of a version into a tag directory: DeepSpeed's, and the host state.
+    """Write one rank's files of a version into a tag directory: DeepSpeed's files, and the host
+    state.
 
     A file appears under its name only when it is complete and on storage.
 
     Args:
         template: the rank's template.
-        read: returns bytes of the rank's images; tensors become views of them.
-        host_state: the version's host state of the rank.
+        read: returns bytes of the rank's images; tensors to be written are views of these bytes.
+        host_state: the rank's host state in the version.
         directory: the tag directory.
         coordinate: the rank's coordinate.
 
@@ -448,7 +463,7 @@ def write_checkpoint(
 
 
 class _HashingFile:
-    """A file open for writing that counts and hashes the written bytes."""
+    """A file opened for writing that counts and hashes the written bytes."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -490,7 +505,9 @@ def write_recovery_scripts(directory: Path) -> None:
 
 
 def host_file_name(coordinate: Coordinate) -> str:
-    """Name of a rank's host state within a tag directory. DeepSpeed's patterns do not match it."""
+    """Return the name of the file with a rank's host state in a tag directory. DeepSpeed's file
+    patterns do not match this name.
+    """
     return f"reft_host-{coordinate}.msgpack"
 
 

@@ -21,7 +21,8 @@ from reft.storage.publish import LEADER, BlockInFile, WorkDir
 
 
 class Images:
-    """The images of one coordinate, read from the blocks that tile them."""
+    """The images of one coordinate (a rank's place in the pp x dp x tp grid), read from the
+    blocks of which they consist."""
 
     def __init__(self, blocks: Iterable[BlockInFile]) -> None:
         self._blocks: dict[Section, list[BlockInFile]] = {s: [] for s in Section}
@@ -36,7 +37,8 @@ class Images:
         return next((b.entry.image_bytes for b in self._blocks[section]), 0)
 
     def read(self, section: Section, start: int, nbytes: int) -> memoryview:
-        """Bytes ``[start, start + nbytes)`` of an image, after verifying their blocks' checksums.
+        """Return bytes ``[start, start + nbytes)`` of an image, after verifying the checksums of
+        the blocks that hold them.
 
         Returns:
             A view of the blocks' memory if the range is contiguous there, otherwise a copy.
@@ -50,7 +52,7 @@ class Images:
                 f"{self.image_bytes(section)} bytes; the checkpoint template belongs to another "
                 "layout"
             )
-        # Buffer, first byte and end of each contiguous range.
+        # Buffer, first byte and end offset of each contiguous range.
         pieces: list[tuple[memoryview, int, int]] = []
         position, stop = start, start + nbytes
         for block in self._blocks[section][bisect_right(self._starts[section], start) - 1 :]:
@@ -73,8 +75,8 @@ class Images:
 def write_deepspeed_files(
     source: VersionSource, work: WorkDir, at: Coordinate, on_block: Callable[[int], None]
 ) -> Files:
-    """Write the files that ``save_checkpoint`` would have written on a coordinate at that step; see
-    :data:`reft.storage.persist.Export`."""
+    """Write the files that the rank at a coordinate would have written with ``save_checkpoint``
+    at the version's step; see :data:`reft.storage.persist.Export`."""
     images = Images(source.blocks[at])
     blob = DecodedBlob(images.read(Section.HOST, 0, images.image_bytes(Section.HOST)))
     template = Template.decode(blob.template)

@@ -1,19 +1,20 @@
-"""Fences a job's checkpoints on shared storage, so that a replaced incarnation cannot change them
-(P3).
+"""Protects a job's checkpoints on shared storage from older incarnations (starts) of the job
+that may still be running on nodes that were cut off (P3).
 
-Every start of the job has a number, its incarnation, and claims the directory with a file,
-``.incarnation-<job>.<number>``. The highest number counts, so a lower one that is written late does
-no harm. The claiming process then removes everything that older incarnations could still rename
-into place: their working directories, and their drafts of ``latest``. A writer works in this order:
+Every start of the job has a number, the incarnation, and claims the directory by creating the
+file ``.incarnation-<job>.<number>``. The highest number counts, so it does no harm if a lower
+one is written late. The claiming process then removes everything that older incarnations could
+still rename to a final name: their working directories, and their drafts of ``latest``. A writer
+works in this order:
 
-1. It creates the files that it will rename.
-2. It checks the claims, and stops if there is a newer one.
-3. It renames.
+1. Create the files that will be renamed.
+2. Check the claims, and stop if there is a newer one.
+3. Rename.
 
 The claim file is written before anything is removed. A writer may be suspended between any two
-operations, and continue after a newer incarnation has claimed the directory. Its next rename then
-fails, because the source was removed. If it had renamed before the claim, the newer incarnation
-replaces the result.
+operations, and continue after a newer incarnation has claimed the directory. Then the writer's
+next rename fails, because the source was removed. If the writer had renamed before the claim,
+the newer incarnation replaces the result.
 """
 
 from __future__ import annotations
@@ -41,8 +42,9 @@ def short_name(job_id: str) -> str:
 
 
 def claimed(directory: Path, job_id: str) -> int:
-    """The newest incarnation of the job that has claimed the directory; 0 if none has, or there is
-    no directory."""
+    """Return the newest incarnation of the job that has claimed the directory; 0 if none has, or
+    the directory does not exist.
+    """
     return max(_claims(directory, job_id), default=0)
 
 
@@ -50,10 +52,11 @@ def check(directory: Path, job_id: str, incarnation: int) -> None:
     """Stop if a newer incarnation of the job has claimed the directory.
 
     Raises:
-        FencedError: one has.
+        FencedError: a newer incarnation has claimed the directory.
     """
     newest = claimed(directory, job_id)
-    # P7: a node that was cut off continues to run. An equal number is this incarnation itself.
+    # P7: a node that was cut off may still be running with an older number. An equal number is
+    # this incarnation itself.
     if newest > incarnation:
         raise FencedError(
             f"{directory}: start {newest} of job {job_id} writes here; this is start "
@@ -69,11 +72,12 @@ def claim(directory: Path, job_id: str, incarnation: int, *, alone: bool = False
     Args:
         directory: the job's directory.
         job_id: the job.
-        incarnation: the one that claims.
-        alone: no other process may have claimed the directory with this number.
+        incarnation: number of the claiming incarnation.
+        alone: True to refuse if another process has claimed the directory with the same number.
 
     Raises:
-        FencedError: a newer incarnation has claimed it, or another process with ``alone``.
+        FencedError: a newer incarnation has claimed the directory; or, with ``alone``, another
+            process with the same number.
     """
     check(directory, job_id, incarnation)
     mine = directory / f"{_CLAIM}{short_name(job_id)}.{incarnation}"
@@ -100,19 +104,20 @@ def claim(directory: Path, job_id: str, incarnation: int, *, alone: bool = False
 def switched(
     directory: Path, job_id: str, writer: int, label: VersionId, contents: Mapping[str, bytes]
 ) -> Iterator[Callable[[], None]]:
-    """Prepare drafts of small files, ``latest`` among them.
+    """Prepare drafts of small files such as ``latest``.
 
     Args:
         directory: the job's directory.
         job_id: the job.
         writer: incarnation that writes.
-        label: version that they name.
-        contents: by name, in the order in which they are put in place.
+        label: version that the files name.
+        contents: content by file name, in the order in which the drafts are renamed to these
+            names.
 
     Yields:
-        A function that puts the drafts in place. It raises FileNotFoundError if a newer incarnation
-        has removed them, so a check of the claims that is made after the drafts still holds. Drafts
-        that are not in place at the end are removed.
+        A function that renames the drafts to their final names. It raises FileNotFoundError if a
+        newer incarnation has removed the drafts, so a check of the claims after making the
+        drafts is sufficient. Drafts that were not renamed are removed at the end.
     """
     ready = {}
     for name, content in contents.items():
@@ -157,7 +162,8 @@ def _claims(directory: Path, job_id: str) -> list[int]:
 
 
 def _take_away(directory: Path, job_id: str, incarnation: int) -> None:
-    """Remove older incarnations' claims, and the files that they could still rename into place."""
+    """Remove older incarnations' claims, and the files that these incarnations could still
+    rename to a final name."""
     job = short_name(job_id)
     for number in _claims(directory, job_id):
         if number < incarnation:

@@ -1,8 +1,9 @@
 """Inspects the memory of a job, live or dead, on one or several nodes: ``reft inspect``, ``reft
 verify``.
 
-It reads headers and, to verify, every block. It starts no process and changes nothing. Whether a
-version can be recovered is decided by the same plan that a restart uses.
+Both commands read the arenas' headers; ``verify`` also reads every block. They start no process
+and change nothing. Whether a version can be recovered is decided by the same plan that a restart
+uses.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from reft.recover.inventory import ArenaRecord, Inventory, open_job
 from reft.recover.plan import NotRecoverable, format_bytes_from
 from reft.storage.persisted import STORAGE_KEY, find_markers
 
-# Node, name of the arena's file and block, as in the recovery plan
+# Node, file name of the arena, and key of the block, as in the recovery plan
 BadBlock = tuple[str, str, BlockKey]
 
 
@@ -32,9 +33,9 @@ BadBlock = tuple[str, str, BlockKey]
 class ArenaReport:
     """The state of one arena file."""
 
-    node: str  # Node that holds it
+    node: str  # Node that holds the file
     path: Path
-    header: ArenaHeader | None  # None for an EMPTY arena
+    header: ArenaHeader | None  # Header of the arena; None if EMPTY
     nbytes: int  # Size of the file
     # Blocks whose bytes do not match their checksum; None if they were not read
     bad_blocks: tuple[BlockKey, ...] | None = None
@@ -85,10 +86,12 @@ class VersionReport:
     """One version in a job's memory."""
 
     label: VersionId
-    arenas: tuple[ArenaReport, ...]  # Arenas that hold it, or in which it was being written
+    # Arenas that hold the version, or into which it was being written
+    arenas: tuple[ArenaReport, ...]
     ranks: int  # World size of the job
-    recoverable: bool  # Every byte is present and, if verified, correct
-    reasons: tuple[str, ...]  # Why it is not recoverable, or the sources of its bytes
+    recoverable: bool  # True if every byte is present and, if verified, correct
+    # Why the version is not recoverable; or, if it is, the sources of its bytes
+    reasons: tuple[str, ...]
 
     @property
     def committed(self) -> bool:
@@ -96,7 +99,7 @@ class VersionReport:
 
     @property
     def scheme(self) -> str:
-        """Protection of the version; "" if its arenas do not record it."""
+        """Protection scheme of the version; "" if its arenas do not record one."""
         return next((a.header.scheme for a in self.arenas if a.header and a.header.scheme), "")
 
     @property
@@ -144,10 +147,10 @@ class JobReport:
     versions: tuple[VersionReport, ...]  # Newest first
     # Version that a restart on these nodes would restore; None if there is none
     restores: VersionId | None
-    why: tuple[str, ...]  # Reasons of the recovery plan
+    why: tuple[str, ...]  # Reasons for this choice, from the recovery plan
     empty: tuple[ArenaReport, ...]  # EMPTY arenas
     problems: tuple[str, ...]  # Arenas that could not be read, with the error
-    verified: bool  # Whether every stored block was read
+    verified: bool  # Whether every stored block was read and compared with its checksum
 
     @property
     def arenas(self) -> tuple[ArenaReport, ...]:
@@ -183,7 +186,9 @@ class JobReport:
 
 
 def find_job_dirs(memory_dirs: Sequence[Path]) -> dict[str, list[Path]]:
-    """Jobs' directories by job id. Each path is a memory directory, or a job's directory itself."""
+    """Return the jobs' directories by job id. Each given path is a memory directory (with a
+    directory for each job), or the directory of one job.
+    """
     found: dict[str, list[Path]] = {}
     for memory_dir in memory_dirs:
         for path in [memory_dir] if is_job_dir(memory_dir) else find_jobs(memory_dir):
@@ -202,10 +207,11 @@ def inspect_job(job_dirs: Sequence[Path], verify: bool = False) -> JobReport:
 
 
 def inspect_stored(stored: Path, verify: bool = False) -> JobReport:
-    """As :func:`inspect_job`, for a job's directory in a persist directory.
+    """Do what :func:`inspect_job` does for a job's directory in a persist directory (on
+    storage).
 
     Raises:
-        PersistError: it holds no version.
+        PersistError: the directory holds no version.
     """
     infos, problems = find_markers(stored)
     infos = [info for info in infos if info.arenas]
@@ -262,8 +268,8 @@ def _report(
 
 
 def _report_arena(node: str, path: Path, arena: Arena, verify: bool) -> ArenaReport:
-    # The arena is pinned before its header is read. Otherwise a live trainer could overwrite it,
-    # and the new bytes would be compared with the old version's checksums.
+    # Pin the arena before its header is read. Otherwise a live trainer could overwrite the
+    # arena, and new bytes would be compared with checksums of the old version.
     pinned = verify and arena.lock_shared()
     header = arena.header()
     report = ArenaReport(node, path, header, arena.file_bytes)
@@ -295,7 +301,9 @@ def _report_versions(
 def _judge(
     inventories: Sequence[Inventory], job_id: str, bad: Collection[BadBlock]
 ) -> tuple[VersionId | None, tuple[str, ...]]:
-    """The version that a restart would restore from these inventories, and the plan's reasons."""
+    """Return the version that a restart would restore from these inventories (None if there is
+    none), and the plan's reasons.
+    """
     if not any(record.usable for inventory in inventories for record in inventory.arenas):
         return None, ("no rank finished writing it",)
     try:

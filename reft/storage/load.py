@@ -1,10 +1,10 @@
 """Finds checkpoints on storage, orders them and checks their integrity.
 
 Rank 0 searches and sends the result to all ranks. Arenas on storage are recovered like those in
-memory: their blocks are verified while they are read, or all of them before, if the job already has
-state that a failed load would destroy. One rank compares each of DeepSpeed's files with its
-checksum before any rank loads it (P5). If one rank finds a problem, all ranks refuse the checkpoint
-(P6) and try the next older one.
+memory: blocks are verified while they are read. If the job already has state that a failed load
+would destroy, all blocks are verified before the load as well. One rank compares each of
+DeepSpeed's files with its checksum before any rank loads it (P5). If any rank finds a problem,
+all ranks refuse the checkpoint (P6) and try the next older one.
 """
 
 from __future__ import annotations
@@ -41,10 +41,11 @@ _HOST_FILE = re.compile(r"reft_host-pp(\d+)\.dp(\d+)\.tp(\d+)\.msgpack")
 
 
 def read_degrees(checkpoint: Path) -> Degrees | None:
-    """Degrees of the job that wrote a checkpoint, derived from the names of reft's host files.
+    """Return the degrees of the job that wrote a checkpoint, derived from the names of reft's host
+    files.
 
     Returns:
-        None if there is not one file for every rank.
+        The degrees; None unless every rank has a file.
     """
     found = {
         tuple(map(int, match.groups()))
@@ -58,7 +59,9 @@ def read_degrees(checkpoint: Path) -> Degrees | None:
     return degrees if found == every else None
 
 
-SAVED_BY = "saved_by"  # Key in a host file: the job that saved it, with incarnation and step
+# Key in a host file for a description of the job that saved the checkpoint, with incarnation and
+# step
+SAVED_BY = "saved_by"
 _TAG_STEP = re.compile(r"^\.?global_step(\d+)")
 
 
@@ -68,14 +71,16 @@ class DiskCheckpoint:
 
     directory: Path  # ``load_dir`` of ``load_checkpoint``
     tag: str
-    step: int  # Optimizer steps; -1 if they are not known without loading it
-    # The version if this job wrote it; None if another job or a job without reft did
+    step: int  # Optimizer steps at which it was taken; -1 if unknown before it is loaded
+    # Version id if this job wrote the checkpoint; None if another job or a job without reft did
     label: VersionId | None = None
-    job_id: str | None = None  # Job that wrote it; None if unknown
-    files: Mapping[str, FileRecord] | None = None  # Checksums; None if there are none
-    # Degrees of the job that wrote it as arenas; None if it consists of DeepSpeed's files
+    job_id: str | None = None  # Job that wrote the checkpoint; None if unknown
+    # Lengths and checksums of the files, by name; None if none are recorded
+    files: Mapping[str, FileRecord] | None = None
+    # For a checkpoint that consists of arenas, the degrees of the job that wrote it; None if it
+    # consists of DeepSpeed's files
     arenas: Degrees | None = None
-    # Encoded fingerprint of the job that wrote it; None if unknown
+    # Encoded fingerprint of the job that wrote the checkpoint; None if unknown
     fingerprint: str | None = None
 
     @property
@@ -86,18 +91,19 @@ class DiskCheckpoint:
         return str(self.path)
 
     def newer_than(self, label: VersionId) -> bool:
-        """Whether it is newer than a version of this job.
+        """Return whether the checkpoint is newer than a version of this job.
 
         A checkpoint of an older incarnation is never newer, even if its step is higher: the job
-        has gone back to an earlier step since. Without a label, the step decides.
+        has gone back to an earlier step since. The step decides if the checkpoint is not this
+        job's.
         """
         return self.step > label.step if self.label is None else self.label > label
 
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
-    checkpoints: tuple[DiskCheckpoint, ...] = ()  # newest first
-    problems: tuple[str, ...] = ()  # damaged or incomplete checkpoints
+    checkpoints: tuple[DiskCheckpoint, ...] = ()  # Usable checkpoints, newest first
+    problems: tuple[str, ...] = ()  # One text for each damaged or incomplete checkpoint
 
     def encode(self) -> bytes:
         return encode(_FOUND.dump_python(self, mode="json"))
@@ -114,9 +120,10 @@ _FOUND = TypeAdapter(LoadedCheckpoint)
 
 
 def find_on_disk(load_dir: Path | None, persist_dir: Path | None, job_id: str) -> LoadedCheckpoint:
-    """The user's checkpoint that ``latest`` names, and this job's checkpoints that reft wrote.
+    """Return the checkpoint that ``latest`` names in the user's directory, and those that reft
+    wrote for this job.
 
-    Never raises, because the other ranks wait for the rank that searches.
+    Never raises: the other ranks wait for the rank that searches.
     """
     persisted: list[DiskCheckpoint] = []
     problems: list[str] = []
@@ -132,7 +139,7 @@ def find_on_disk(load_dir: Path | None, persist_dir: Path | None, job_id: str) -
         if load_dir is not None:
             own = _latest(load_dir, job_id, problems)
             if own is not None and own.files is not None and own.job_id is not None:
-                # Written by reft: older ones next to it can replace it.
+                # Written by reft: older checkpoints next to it can be used if it is damaged.
                 infos, bad = find_markers(load_dir, own.job_id)
                 known = {own.path.resolve(), *(c.path.resolve() for c in persisted)}
                 persisted += [
@@ -148,9 +155,9 @@ def find_on_disk(load_dir: Path | None, persist_dir: Path | None, job_id: str) -
 
 
 def find_named(directory: Path, tag: Any, job_id: str) -> LoadedCheckpoint:
-    """The checkpoint with a tag; None as ``tag`` selects the one that ``latest`` names.
+    """Return the checkpoint with a tag, or for ``tag`` None the one that ``latest`` names.
 
-    The result is empty if there is no such directory. Never raises.
+    The result is empty if there is no such checkpoint. Never raises.
     """
     try:
         tag = latest_tag(directory) if tag is None else str(tag)
@@ -170,11 +177,10 @@ def in_order(
 ) -> tuple[list[DiskCheckpoint], list[str]]:
     """Sort checkpoints, and drop those that the job abandoned when it went back.
 
-    A version of an older incarnation is abandoned if a later incarnation continued from an earlier
-    step.
+    A version is abandoned if a later incarnation of the job continued from an earlier step.
 
     Returns:
-        The checkpoints, newest first, and one line for each that was dropped.
+        The checkpoints, newest first, and one line of text for each dropped one.
     """
     known = [*labelled, *([] if own is None else [own])]
     ours = [(c.label, not c.tag.startswith("."), c) for c in known if c.label is not None]
@@ -237,7 +243,8 @@ def _read_marker(info: PersistedInfo, job_id: str) -> DiskCheckpoint:
 
 
 def _saved_by(checkpoint: Path) -> tuple[Mapping[str, Any], int]:
-    """The job that saved a checkpoint, and its step, from the first readable host file."""
+    """Return the description of the job that saved a checkpoint, and the checkpoint's step, from
+    the first readable host file."""
     from reft.storage.deepspeed_format import read_host_file
 
     for file in sorted(checkpoint.glob("reft_host-*.msgpack")):
@@ -254,7 +261,7 @@ def _saved_by(checkpoint: Path) -> tuple[Mapping[str, Any], int]:
 
 
 class DamagedError(PersistError):
-    """A checkpoint differs from what was written. Raised on all ranks."""
+    """A checkpoint differs from its checksums. Raised on all ranks."""
 
 
 class DiskRestorer:
@@ -270,17 +277,18 @@ class DiskRestorer:
         self._refused: dict[Path, str] = {}
 
     def find(self, load_dir: Path | None) -> LoadedCheckpoint:
-        """The result of rank 0's search, so that all ranks choose the same checkpoint."""
+        """Return the result of rank 0's search, so that all ranks choose the same checkpoint."""
         return self._from_rank_zero(lambda: find_on_disk(load_dir, self._persist_dir, self._job_id))
 
     def find_named(self, directory: Path | None, tag: Any) -> DiskCheckpoint | None:
-        """The checkpoint with the script's ``tag``, or without one the one that ``latest`` names.
+        """Return the checkpoint with the script's ``tag``, or for ``tag`` None the one that
+        ``latest`` names.
 
         Returns:
-            None if there is none.
+            The checkpoint; None if there is no such checkpoint.
 
         Raises:
-            PersistError: it is damaged.
+            PersistError: the checkpoint is damaged.
         """
         if directory is None:
             return None
@@ -299,7 +307,7 @@ class DiskRestorer:
                 )
 
     def refused(self, found: LoadedCheckpoint) -> tuple[str, ...]:
-        """Reasons of all checkpoints that were refused so far."""
+        """Return the reasons for which checkpoints were refused so far."""
         return (*found.problems, *self._refused.values())
 
     def check(self, checkpoint: DiskCheckpoint, *, whole: bool = True) -> dict[str, Any] | None:
@@ -307,7 +315,7 @@ class DiskRestorer:
 
         Args:
             checkpoint: the checkpoint.
-            whole: also read this rank's host state.
+            whole: True to also read this rank's host state.
 
         Returns:
             The host state; None if not every rank saved one next to DeepSpeed's files.
@@ -317,7 +325,7 @@ class DiskRestorer:
         """
         found: list[str] = []
         state: dict[str, Any] | None = None
-        try:  # Every error is sent to the other ranks, which wait for this rank's message
+        try:  # The other ranks wait for this rank's message, so errors are sent to them as well
             share = find_share(checkpoint.files or {}, self._control.rank, self._control.world_size)
             if checkpoint.arenas is not None:
                 found += check_arenas(checkpoint.path, share)
@@ -368,7 +376,9 @@ def nothing_sound(refused: Sequence[str]) -> str:
 
 
 def find_share(files: Mapping[str, FileRecord], rank: int, ranks: int) -> dict[str, FileRecord]:
-    """The files that ``rank`` reads. Each file has one reader, and all read about equally much."""
+    """Return the files that ``rank`` reads to check them. Each file is read by one rank, and all
+    ranks read about the same number of bytes.
+    """
     loads = [(0, r) for r in range(ranks)]
     share = {}
     for name, record in sorted(files.items(), key=lambda item: (-item[1].nbytes, item[0])):
@@ -380,7 +390,8 @@ def find_share(files: Mapping[str, FileRecord], rank: int, ranks: int) -> dict[s
 
 
 def host_file(checkpoint: Path, coordinate: Coordinate) -> Path:
-    """The file of a rank's host state, next to DeepSpeed's own files, which ignore it."""
+    """Return the path of the file with a rank's host state. It is next to DeepSpeed's own files;
+    DeepSpeed ignores it."""
     from reft.storage.deepspeed_format import host_file_name
 
     return checkpoint / host_file_name(coordinate)

@@ -28,8 +28,9 @@ from reft.storage.publish import BlockInFile
 
 logger = logging.getLogger(__name__)
 
-STORED = "storage"  # Used in place of a node's id
-_HOLD_SECS = 10.0  # Longest wait for ranks of a running job that are writing
+STORED = "storage"  # Stands in place of a node's id for arenas on storage
+# Longest wait in seconds for ranks of a running job that are writing their arenas
+_HOLD_SECS = 10.0
 _POLL_SECS = 0.02
 
 
@@ -39,7 +40,8 @@ class OfflineResult:
 
     checkpoint: PersistedInfo  # The checkpoint that was written
     plan: RecoveryPlan  # The version, and the sources of its blocks
-    corrupt_blocks: int  # Blocks that did not match their checksum and were replaced by copies
+    # Number of blocks that did not match their checksum and were read from another source
+    corrupt_blocks: int
 
 
 def persist_offline(
@@ -51,9 +53,10 @@ def persist_offline(
 ) -> OfflineResult:
     """Write the newest recoverable version as a DeepSpeed checkpoint, without the job's processes.
 
-    As in a recovery, a plan selects the version and the source of each block. Blocks of lost nodes
-    are read from their copies. If the job runs, its arenas are pinned until the version is written;
-    training continues, and skips versions for which it has no free arena.
+    As in a recovery, a plan selects the version and the source of each block. Blocks of lost
+    nodes are read from their copies. If the job is running, its arenas are pinned (locked
+    against overwriting) until the version is written; training continues, but skips versions for
+    which no arena is free.
 
     Args:
         job_dirs: the job's memory directories of all remaining nodes, reachable from this host.
@@ -93,10 +96,11 @@ def export_stored(
     keep: int = 2,
     progress: Callable[[PersistProgress], None] = lambda progress: None,
 ) -> OfflineResult:
-    """As :func:`persist_offline`, for the newest intact version in a job's persist directory.
+    """Do what :func:`persist_offline` does with the newest intact version in a job's persist
+    directory (on storage).
 
     Raises:
-        PersistError: there is none, or it cannot be written.
+        PersistError: there is no intact version, or the checkpoint cannot be written.
     """
     infos, problems = find_markers(stored)
     for info in reversed([info for info in infos if info.arenas]):
@@ -109,7 +113,8 @@ def export_stored(
             if isinstance(found.plan, NotRecoverable):
                 problems.append(f"{info.path}: {'; '.join(found.plan.reasons)}")
                 continue
-            # No other process reads the records of this working directory.
+            # No other process reads this working directory's records, so any key will do for
+            # them.
             source = replace(found.source(found.plan, STORAGE_KEY), fingerprint=info.fingerprint)
             return _export(source, found, directory, keep, progress)
     raise PersistError(
@@ -119,14 +124,15 @@ def export_stored(
 
 
 def _hold(places: Sequence[ArenaStore], job_id: str, stack: ExitStack) -> dict[Path, Arena | None]:
-    """Pin arenas until the pinned ones hold a complete version. The job may be running.
+    """Pin arenas (take shared locks) until the pinned ones hold a complete version. The job may
+    be running.
 
-    Nodes are visited one after another, so the first pass may pin different versions on different
-    nodes. Pinned arenas stay pinned. That stops the ranks that are ahead, and the other ranks then
-    complete the same version.
+    Nodes are visited one after another, so the first pass may pin different versions on
+    different nodes. Arenas that are pinned once stay pinned. Ranks that are ahead then have no
+    arena for the next version, until the other ranks have completed the same version.
 
     Returns:
-        The pinned arenas; None for a file that cannot be read.
+        The pinned arenas by path; None for a file that cannot be read.
     """
     held: dict[Path, Arena | None] = {}
     deadline = time.monotonic() + _HOLD_SECS
@@ -152,15 +158,15 @@ def _is_whole(places: Sequence[ArenaStore], job_id: str, held: Collection[Path])
     inventories = [replace(place, is_wanted=held.__contains__).inventory() for place in places]
     if not any(record.usable for inventory in inventories for record in inventory.arenas):
         return False
-    with suppress(LayoutError):  # Too few ranks are pinned yet to determine the layout
+    with suppress(LayoutError):  # The arenas pinned so far are too few to determine the layout
         topology = offline_topology(inventories, job_id)
         return isinstance(plan_recovery(inventories, topology, job_id=job_id), RecoveryPlan)
     return False
 
 
 def _release_others(held: Mapping[Path, Arena | None], label: VersionId) -> None:
-    """Release the arenas of other versions, so that the job can write one of them during the
-    export."""
+    """Release the arenas that hold other versions, so that the job can write into them during
+    the export."""
     for arena in filter(None, held.values()):
         header = arena.header()
         if header is None or header.label != label:
@@ -169,7 +175,8 @@ def _release_others(held: Mapping[Path, Arena | None], label: VersionId) -> None
 
 @dataclass(frozen=True)
 class _OpenedPlaces:
-    """Opened stores, and the plan for the version that they can restore, with verified blocks."""
+    """Opened arena stores, and the plan for the version that they can restore; its blocks are
+    verified."""
 
     plan: RecoveryPlan | NotRecoverable
     inventories: list[Inventory]
@@ -192,7 +199,7 @@ class _OpenedPlaces:
 
 
 def _find(places: Sequence[ArenaStore], job_id: str, stack: ExitStack) -> _OpenedPlaces:
-    """Open stores and plan again until all blocks of the plan are verified.
+    """Open stores of arenas, and repeat the planning until all blocks of the plan are verified.
 
     Raises:
         LayoutError: no arena records the layout.
@@ -209,7 +216,8 @@ def _find(places: Sequence[ArenaStore], job_id: str, stack: ExitStack) -> _Opene
     topology = offline_topology(inventories, job_id)
     plan, bad = plan_verified(inventories, topology, arenas, job_id=job_id)
     while isinstance(plan, RecoveryPlan) and plan.rebuilds:
-        # The loop ends: each round either stores lost blocks, or excludes bad sources.
+        # The loop terminates, because each round either decodes and stores lost blocks, or
+        # excludes bad sources.
         folder = TemporaryDirectory(prefix=".decoded-", dir=places[0].directory.parent)
         scratch = Path(stack.enter_context(folder))
         decoded = ArenaStore(scratch, f"decoded {scratch.name}", places[0].secret)
@@ -228,7 +236,8 @@ def _export(
 ) -> OfflineResult:
     assert isinstance(found.plan, RecoveryPlan)
     target = job_directory(directory, source.job_id)
-    # The user's command may write on behalf of any incarnation that has claimed the directory.
+    # This command may write in the name of the newest incarnation, whichever has claimed the
+    # directory.
     writer = max(fence.claimed(target, source.job_id), source.writer)
     options = PersistOptions(
         directory=target, keep=keep, progress=progress, export=write_deepspeed_files

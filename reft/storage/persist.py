@@ -3,13 +3,15 @@
 Every node runs :func:`persist_label` for the same version. The nodes meet in one working directory
 on the shared file system (:mod:`reft.storage.publish`) and nowhere else:
 
-1. Each node pins its arenas and copies its coordinates' *own* blocks into arenas there. It compares
-   every block with the checksum taken when the block was copied. Then its memory is free again.
-2. When all parts are present, the node of coordinate (0, 0, 0) gives the directory its name and
-   switches ``latest``.
+1. Each node pins its arenas (locks them against overwriting) and copies its coordinates' *own*
+   blocks into arena files in the working directory. Every block is compared with the checksum
+   taken when it was copied from training. Then the arenas are released.
+2. When the parts of all nodes are present, the node of coordinate (0, 0, 0), the *leader*,
+   renames the directory to its final name and makes ``latest`` name it.
 
 ``reft persist`` exports DeepSpeed's own files in the same way (:mod:`reft.storage.export`). An
-error is raised for the caller to count; training and existing checkpoints are not touched (P6).
+error is raised to the caller, which counts it; training and existing checkpoints are not
+affected (P6).
 """
 
 from __future__ import annotations
@@ -69,7 +71,7 @@ _KEEP_LONGER = "write less often, or keep one more version in memory (reft.arena
 
 @dataclass(frozen=True)
 class PersistProgress:
-    """How far this node has written a version."""
+    """Progress of this node in writing a version."""
 
     phase: str  # "writing", "written", "renaming", "renamed" or "latest"
     nbytes: int = 0  # Bytes of the blocks written so far
@@ -90,36 +92,40 @@ class PersistOptions:
 
     directory: Path  # The job's directory, which all nodes share
     keep: int = 2  # Number of newest checkpoints that are kept
-    timeout_secs: float = 600.0  # Time without a new part from any node until this node gives up
-    stop: threading.Event = field(default_factory=threading.Event)  # Set to give up
+    # Seconds without a new part from any node after which this node gives up
+    timeout_secs: float = 600.0
+    # Set by another thread to make the writer give up
+    stop: threading.Event = field(default_factory=threading.Event)
     progress: Callable[[PersistProgress], None] = lambda progress: None
-    export: Export | None = None  # Writes DeepSpeed's files; None writes arenas
+    export: Export | None = None  # Function that writes DeepSpeed's files; None to write arenas
 
 
 class GivenUpElsewhereError(PersistError):
-    """Another node gave up, not this one."""
+    """Another node has given up writing the version."""
 
 
 class OvertakenElsewhereError(GivenUpElsewhereError, OvertakenError):
-    """Another node's memory moved past the version, or others write a newer one: this version will
-    never be complete."""
+    """Another node's memory no longer holds the version, or other nodes write a newer one: this
+    version's checkpoint will never be complete."""
 
 
 @dataclass(frozen=True)
 class VersionSource:
     """The part of a version that one process writes."""
 
-    job_id: str  # Job whose state it is
+    job_id: str  # Id of the job whose state is written
     label: VersionId
     degrees: Degrees  # Parallel degrees of the job
-    headers: Mapping[Coordinate, ArenaHeader]  # Headers of the coordinates that are written here
-    # The coordinate's own blocks: its shard of the replicated image, and its owned and host image.
-    # For an export, the complete replicated image.
+    # Header of each coordinate's arena that this process writes
+    headers: Mapping[Coordinate, ArenaHeader]
+    # Each coordinate's own blocks: its shard of the replicated image, its owned image and its
+    # host image. For an export in DeepSpeed's format, the complete replicated image instead of
+    # the shard.
     blocks: Mapping[Coordinate, Sequence[BlockInFile]]
-    secret: bytes  # Authenticates the records that the nodes exchange
+    secret: bytes  # Key that authenticates the records which the nodes exchange through files
     node: str  # This node, for messages
     fingerprint: str | None = None  # Encoded fingerprint of the job; None if unknown
-    writer: int = 0  # Incarnation that writes, if it is later than the version's
+    writer: int = 0  # Incarnation of the writing process, if later than the version's
 
     @property
     def leads(self) -> bool:
@@ -127,8 +133,8 @@ class VersionSource:
 
 
 Export = Callable[[VersionSource, WorkDir, Coordinate, Callable[[int], None]], Files]
-"""Writes the files of a coordinate into a working directory, and calls back with the bytes of each
-block that is written."""
+"""Function that writes the files of a coordinate into a working directory, and calls back with
+the number of bytes of each block that is written."""
 
 
 def persist_label(
@@ -141,23 +147,23 @@ def persist_label(
 ) -> Path:
     """Write this node's part of a committed version, and wait until the checkpoint is complete.
 
-    Called on every node of the job for the same version. The arenas that hold it are pinned only
-    while they are read.
+    Called on every node of the job for the same version. The arenas that hold the version are
+    pinned only while they are read.
 
     Args:
         job_dir: the job's memory on this node.
         label: the version.
-        config: the block.
-        stop: set to give up.
+        config: the job's ``reft`` block.
+        stop: event that another thread sets to make this one give up.
         progress: called while blocks are written, and at each phase.
 
     Returns:
         The checkpoint's directory.
 
     Raises:
-        OvertakenError: memory moved past the version.
+        OvertakenError: memory no longer holds the version, since newer versions replaced it.
         FencedError: a newer incarnation of the job writes there.
-        PersistError: it was not written for another reason.
+        PersistError: the version could not be written for another reason.
     """
     if config.persist.dir is None:
         raise PersistError(
@@ -196,10 +202,11 @@ def _fault_points(config: ReftConfig, source: VersionSource) -> Callable[[Coordi
 
 
 def reason_unwritable(directory: Path) -> str:
-    """Why this host cannot write to a persist directory; "" if it can. Nothing is left there.
+    """Return why this host cannot write to a persist directory; "" if it can. No file is left
+    there.
 
-    The directory may not exist yet: the first write makes it. If its parent is missing, the file
-    system is not mounted.
+    The directory may not exist yet, because the first write creates it. If its parent is
+    missing, the file system is taken as not mounted.
     """
     try:
         with TemporaryFile(dir=directory if directory.exists() else directory.parent):
@@ -212,16 +219,17 @@ def reason_unwritable(directory: Path) -> str:
 
 
 class HeldError(OvertakenError):
-    """A trainer of this node has locked an arena that still holds the version, and may release
-    it."""
+    """A trainer of this node has locked an arena that still holds the version, so a later
+    attempt may succeed."""
 
 
 def _notify_overtaken(
     job_dir: JobDir, label: VersionId, directory: Path, error: OvertakenError
 ) -> None:
-    """Leave a record for the other nodes, so that they do not wait for this node's part.
+    """Leave a record in the working directory which tells the other nodes not to wait for this
+    node's part.
 
-    The leader removes it with the working directory when it writes a newer version.
+    The leader removes the record with the working directory when it writes a newer version.
     """
     writer = max(label.incarnation, job_dir.noted_incarnation())
     work = WorkDir.of(directory, job_dir.job_id, label, writer)
@@ -238,7 +246,8 @@ def _notify_overtaken(
 
 
 def _pin(job_dir: JobDir, label: VersionId, pins: ExitStack) -> VersionSource:
-    """Find the arenas that hold ``label`` and keep writers out of them until ``pins`` is closed."""
+    """Find the arenas that hold the version ``label``, and lock them against writers until
+    ``pins`` is closed."""
     held: dict[Coordinate, tuple[Arena, ArenaHeader]] = {}
     newer: set[Coordinate] = set()
     problems: list[str] = []
@@ -255,7 +264,8 @@ def _pin(job_dir: JobDir, label: VersionId, pins: ExitStack) -> VersionSource:
                 newer.add(header.coordinate)
             continue
         pinned = arena.lock_shared()
-        now = arena.header()  # Read again: it may have changed before the lock was taken
+        # Read the header again: it may have changed before the lock was taken
+        now = arena.header()
         there = now is not None and now.label == label and now.state.whole
         if now is None or not pinned or not there:
             kind = HeldError if there else OvertakenError
@@ -300,19 +310,20 @@ def write_version(
     unpin: Callable[[], None] = lambda: None,
     reach: Callable[[Coordinate], None] = lambda coordinate: None,
 ) -> PersistedInfo:
-    """Write this process's part of a version, and wait until the checkpoint has its name.
+    """Write this process's part of a version, and wait until the checkpoint has its final name.
 
-    A leader that fails removes the working directory; other nodes leave the reason in it.
+    If the leader fails, it removes the working directory; if another node fails, it leaves a
+    record with the reason there.
 
     Args:
         source: the part of this process.
         options: see :class:`PersistOptions`.
-        unpin: called when the blocks are no longer read.
+        unpin: function that releases the arenas; called when the blocks have been read.
         reach: called in the middle of writing the blocks of each coordinate, for fault injection.
 
     Raises:
         FencedError: a newer incarnation of the job writes there.
-        PersistError: it was not written for another reason.
+        PersistError: the version could not be written for another reason.
     """
     writing = _Writing(source, options)
     try:
@@ -333,8 +344,8 @@ def write_version(
 
 
 def _make_directory(work: WorkDir) -> None:
-    # The persist directory is created, as DeepSpeed does. If its parent is missing, the file system
-    # is not mounted, and nothing is created.
+    # Create the persist directory, as DeepSpeed does. If its parent is missing, the file system
+    # is taken as not mounted, and nothing is created.
     for directory in (work.root.parent.parent, work.root.parent):
         with suppress(FileExistsError):
             directory.mkdir()
@@ -442,16 +453,17 @@ class _Writing:
         return part
 
     def _give_up(self, error: BaseException) -> None:
-        """Remove this process's files, and leave the reason, so that other nodes do not wait."""
+        """Remove this process's files, and leave a record with the reason, so that other nodes
+        do not wait."""
         work, source = self.work, self.source
         if source.leads and not isinstance(error, OvertakenError):
             shutil.rmtree(work.root, ignore_errors=True)
             return
-        # If memory moved past the version, the leader keeps the directory: nodes that start later
-        # read the reason there.
+        # The leader keeps the directory if memory no longer holds the version: nodes that begin
+        # to write later find the reason there.
         for coordinate in source.blocks:
-            # The record is removed before the arena, because the leader relies on the arena as long
-            # as the record exists.
+            # Remove the record before the arena: as long as the record exists, the leader takes
+            # the arena as complete.
             for path in (work.part(coordinate), work.root / arena_file(coordinate)):
                 with suppress(OSError):
                     path.unlink(missing_ok=True)
@@ -481,7 +493,7 @@ class _Writing:
         )
 
     def _poll(self, find_missing: Callable[[], list[str]], naming: bool = False) -> None:
-        """Wait until nothing is missing. Each part that appears restarts the timeout."""
+        """Wait until nothing is missing. The timeout starts again with each part that appears."""
         poll = Backoff(*_POLL_SECS)
         seen = -1
         deadline = 0.0
@@ -541,7 +553,7 @@ def _leave_reason(work: WorkDir, node: str, error: BaseException, secret: bytes)
 
 
 def published(work: WorkDir) -> PersistedInfo | None:
-    """The complete checkpoint of exactly this version; None if there is none."""
+    """Return the complete checkpoint of exactly this version; None if there is none."""
     info = read_marker(work.root.parent / format_tag(work.label))
     if info is None or (info.job_id, info.label) != (work.job_id, work.label):
         return None

@@ -1,10 +1,11 @@
 """Finds and reads the checkpoints that reft wrote into a persist directory.
 
 A persist directory holds one directory for each job (P7), which ``load_checkpoint`` takes as
-``load_dir``. It contains ``latest`` and a tag directory for each checkpoint, with the arenas of all
-coordinates and a marker, ``reft.json``. Exports of ``reft persist``, and checkpoints of format 1,
-have DeepSpeed's own files instead of arenas, and reft's host files next to them. A directory gets
-its final name only when it is complete and on storage, so a marker proves that all files are there.
+``load_dir``. It contains ``latest`` and a tag directory for each checkpoint, with the arenas of
+all coordinates and a marker, ``reft.json``. Exports of ``reft persist``, and checkpoints of
+format 1, have DeepSpeed's own files instead of arenas, and reft's host files next to them. A tag
+directory gets its final name only when all its files are complete and on storage, so under a
+final name a marker proves that all files are there.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ logger = logging.getLogger(__name__)
 MARKER_NAME = "reft.json"
 LATEST_NAME = "latest"
 MARKER_FORMAT = 2
-# Key of MACs on storage. A job's secret may be lost with its memory, so the MACs there detect
-# damage, not forgery.
+# Fixed, publicly known key of the MACs in arenas on storage. A job's secret may be lost with its
+# memory, so these MACs detect damage, not forgery.
 STORAGE_KEY = b"reft on storage"
 _READ_BYTES = 4 * 2**20
 _TAG = re.compile(r"^\.?global_step\d+")
@@ -48,15 +49,18 @@ class PersistedInfo:
     """A checkpoint's marker."""
 
     directory: Path  # The job's directory, which ``load_checkpoint`` takes as ``load_dir``
-    tag: str  # Name of the checkpoint's directory within it
-    job_id: str  # Job whose state it is
-    label: VersionId  # Incarnation and step of that state
+    tag: str  # Name of the checkpoint's directory within ``directory``
+    job_id: str  # Job whose state the checkpoint holds
+    label: VersionId  # Incarnation and step of the state
     degrees: Degrees  # Parallel degrees of the job
-    created_unix_secs: float  # Time at which it was completed
-    layouts: Mapping[str, str] = field(default_factory=dict)  # Layout hashes, by coordinate
-    files: Mapping[str, FileRecord] = field(default_factory=dict)  # All files except the marker
+    created_unix_secs: float  # Time at which the checkpoint was completed
+    # Hash of the arena layout, by coordinate
+    layouts: Mapping[str, str] = field(default_factory=dict)
+    # Length and checksum of each file except the marker, by name
+    files: Mapping[str, FileRecord] = field(default_factory=dict)
     fingerprint: str | None = None  # Encoded fingerprint of the job; None if unknown
-    arenas: bool = False  # True if it holds arenas, False if it holds DeepSpeed's files
+    # True if the checkpoint consists of arenas, False if of DeepSpeed's files
+    arenas: bool = False
 
     @property
     def path(self) -> Path:
@@ -88,10 +92,10 @@ class PersistedInfo:
 
 
 def job_directory(directory: Path, job_id: str) -> Path:
-    """A job's own directory in a persist directory (P7).
+    """Return a job's own directory in a persist directory (P7).
 
     Raises:
-        PersistError: the job id is no name of a directory.
+        PersistError: the job id is not valid as the name of a directory.
     """
     if job_id in ("", ".", "..") or "/" in job_id or "\0" in job_id:
         raise PersistError(
@@ -101,12 +105,12 @@ def job_directory(directory: Path, job_id: str) -> Path:
 
 
 def format_tag(label: VersionId) -> str:
-    """The tag of a version, the same as DeepSpeed's for that step."""
+    """Return the tag of a version, which equals DeepSpeed's tag for the same step."""
     return f"global_step{label.step}"
 
 
 def read_marker(checkpoint: Path) -> PersistedInfo | None:
-    """The marker in a checkpoint's directory; None if reft did not write the directory.
+    """Return the marker in a checkpoint's directory; None if reft did not write the directory.
 
     Raises:
         PersistError: the marker cannot be read, or is of a later format.
@@ -159,8 +163,8 @@ def find_markers(
 ) -> tuple[list[PersistedInfo], list[str]]:
     """Find the checkpoints in a directory.
 
-    A directory that was renamed to ``.global_step…`` while it is replaced counts, too: until its
-    replacement has the name, it may be the only one.
+    A directory that was renamed to ``.global_step…`` because it is being replaced is included:
+    until its replacement has the name, it may be the only checkpoint.
 
     Returns:
         The checkpoints that reft wrote, complete or not, the oldest first; and the reasons why
@@ -177,14 +181,16 @@ def find_markers(
             continue
         if info is not None and job_id in (None, info.job_id):
             found.append(info)
-    # Among equal labels, a directory with its final name comes last.
+    # Of several directories with one version, that with the final name comes last.
     return sorted(
         found, key=lambda i: (i.label, i.created_unix_secs, not i.tag.startswith("."))
     ), problems
 
 
 def list_persisted(directory: Path, job_id: str | None = None) -> list[PersistedInfo]:
-    """The complete checkpoints in ``directory``, the oldest first; incomplete ones are logged."""
+    """Return the complete checkpoints in ``directory``, the oldest first. Incomplete ones are
+    logged and left out.
+    """
     found, skipped = find_markers(directory, job_id)
     for problem in skipped:
         logger.warning("skipped: %s", problem)
@@ -201,9 +207,9 @@ def list_persisted(directory: Path, job_id: str | None = None) -> list[Persisted
 
 
 def newest_incarnation(directory: Path, job_id: str) -> int:
-    """The newest incarnation of the job in any marker or claim of the directory; 0 if none.
+    """Return the newest incarnation of the job in any marker or claim of the directory; 0 if none.
 
-    Damaged checkpoints count, too, because the next incarnation must be newer than all.
+    Damaged checkpoints are included, because the next incarnation must be newer than all others.
 
     Raises:
         PersistError: the directory cannot be read.
@@ -218,7 +224,8 @@ def newest_incarnation(directory: Path, job_id: str) -> int:
 
 
 def latest_tag(directory: Path) -> str | None:
-    """The tag in the file ``latest``; None if there is no such file, or it holds no tag."""
+    """Return the tag in the file ``latest``; None if there is no such file, or no valid tag in
+    it."""
     try:
         tag = (directory / LATEST_NAME).read_text(errors="replace").strip()
         return _file(tag)
@@ -232,12 +239,12 @@ def check_files(
     """Compare files of a checkpoint with their records (P5).
 
     Args:
-        checkpoint: its directory.
-        files: the records, by name.
-        read: compare checksums, not only lengths.
+        checkpoint: directory of the checkpoint.
+        files: recorded lengths and checksums, by file name.
+        read: True to compare checksums, False to compare only lengths.
 
     Returns:
-        One line for each file that differs.
+        One line of text for each file that differs.
     """
     problems = []
     for name, record in files.items():
@@ -256,7 +263,7 @@ def check_arenas(checkpoint: Path, names: Iterable[str]) -> list[str]:
     """Compare all blocks of a checkpoint's arenas with their checksums (P5).
 
     Returns:
-        One line for each block that differs.
+        One line of text for each block that differs.
     """
     problems = []
     for name in names:

@@ -1,14 +1,15 @@
 """Decides when the daemon writes a version to storage, and handles failures of storage.
 
 One thread writes one version at a time. A version is due if its step is a multiple of
-``persist.interval_steps``; if that is "auto", the trainers agree on it, the same on every node. A
-version that memory moved past before its turn came is skipped, and the other nodes learn of it.
+``persist.interval_steps``; with "auto", the trainers agree on the due versions, which are the
+same on every node. A version that newer ones have replaced in memory before it could be written
+is skipped, and the other nodes are told to skip it.
 
-While storage fails, each due version is tried for as long as it is in memory, then the next one.
-Training continues, and the status says since when checkpoints are stale.
+While storage fails, the writer retries a due version as long as it is in memory, then the next
+due one. Training continues, and the status shows the step since which checkpoints are stale.
 
-When memory no longer survives the loss of a node, a version is due at once, and further ones are
-until one of them is on storage.
+When memory no longer survives the loss of a node, a version is due at once; if writing it fails,
+further versions are tried until one is on storage.
 """
 
 from __future__ import annotations
@@ -35,26 +36,28 @@ logger = logging.getLogger(__name__)
 
 _RETRY_SECS = (0.5, 30.0)
 _CLOSE_SECS = 5.0
-# After a failure, while memory does not survive the loss of a node, multiples of this are due:
-# nodes that learn of the failure at different steps choose the same version.
+# While storage fails and memory does not survive the loss of a node, steps that are multiples of
+# this are due, so that nodes which learn of the failure at different steps choose the same
+# version.
 _AGAIN_STEPS = 10
 
 
 @dataclass
 class PersistStatus:
-    """The daemon's writing to storage, as ``reft status`` shows it."""
+    """State of the daemon's writing to storage, as ``reft status`` shows it."""
 
-    dir: str | None = None  # From the block
-    interval_steps: int = 0  # From the block
+    dir: str | None = None  # Persist directory, from the ``reft`` block
+    interval_steps: int = 0  # Steps between two due versions, from the ``reft`` block
     last: VersionId | None = None  # Newest version on storage
-    last_path: str | None = None  # Path of its checkpoint
+    last_path: str | None = None  # Path of that version's checkpoint
     writing: VersionId | None = None  # Version that is being written
-    phase: str | None = None  # See PersistProgress
+    phase: str | None = None  # Phase of writing, as in PersistProgress
     stale_since_step: int | None = None  # Step since which no version has reached storage
     error: str | None = None  # Last error
-    attempts: int = 0  # Attempts since the last success
+    attempts: int = 0  # Number of attempts since the last success
     lag_steps: int = 0  # Steps by which storage is older than memory
-    overtaken: VersionId | None = None  # Newest version that memory moved past unwritten
+    # Newest due version that newer ones replaced in memory before it was written
+    overtaken: VersionId | None = None
 
     def update(self, **fields: Any) -> None:
         vars(self).update(fields)
@@ -70,7 +73,7 @@ def label_json(label: VersionId | None) -> dict[str, int] | None:
 
 
 class Persister:
-    """The daemon's writer.
+    """The part of a node's daemon that writes versions to storage.
 
     Args:
         job_dir: the job's memory on this node.
@@ -90,20 +93,24 @@ class Persister:
         self._job_dir = job_dir
         self._persist = persist
         self._on_attempt = on_attempt
-        # Guards the fields below, and wakes the writing thread.
+        # Guards the fields below, and wakes up the writing thread.
         self._changed = threading.Condition()
         self._closing = False
-        self._stop = threading.Event()  # Set to give up the version that is being written
+        # Set to make the writing thread give up the version that it is writing
+        self._stop = threading.Event()
         self._due: VersionId | None = None
         self._requests: dict[VersionId, Future[str]] = {}  # Pending calls of persist_and_wait
         self._backoff = Backoff(*_RETRY_SECS)
         self._newest: VersionId | None = None  # Newest version in memory
-        self._logged_lag: VersionId | None = None  # Version whose lag was logged
-        # Newest version whose protection is known, and whether it is lost with one node.
+        # Version for which it was logged that storage lags behind
+        self._logged_lag: VersionId | None = None
+        # Newest version whose protection is known, and whether the loss of one node would lose
+        # it.
         self._unprotected: tuple[VersionId | None, bool] = (None, False)
         self._fenced = (0, "")  # Newest incarnation that fenced this node, and the message
-        self._refused: VersionId | None = None  # Version of the last failure of storage
-        # First version that memory moved past since one was written.
+        self._refused: VersionId | None = None  # Version at which storage failed last
+        # First due version that was skipped since the last successful write, because memory no
+        # longer held it; None if none was.
         self._missed: VersionId | None = None
 
     def configure(self, config: ReftConfig) -> None:
@@ -120,7 +127,7 @@ class Persister:
         threading.Thread(target=self._run, name="persist", daemon=True).start()
 
     def close(self) -> None:
-        """Give up the version that is being written; waits a few seconds for its files to be
+        """Give up the version that is being written, and wait a few seconds until its files are
         removed."""
         with self._changed:
             self._closing = True
@@ -133,19 +140,21 @@ class Persister:
     def offer(
         self, label: VersionId, *, unprotected: bool | None = None, due: bool = False
     ) -> None:
-        """Handle a version that was committed in memory: write it if it is due and newer.
+        """Handle a version that was committed in memory: if it is due and newer than those on
+        storage, write it.
 
         Args:
             label: the version.
-            unprotected: memory no longer survives the loss of a node. The first such version is due
-                at once. None if unknown: the last known value holds.
-            due: the ranks agreed that it goes to storage.
+            unprotected: True if memory no longer survives the loss of a node; the first such
+                version is due at once. None if unknown; then the last known value is used.
+            due: True if the ranks agreed that the version goes to storage.
         """
         with self._changed:
             at_once = self._becomes_unprotected(label, unprotected)
             writing = self.status.writing
             if writing is not None and writing.incarnation < label.incarnation:
-                # The job restarted: the other nodes' parts of the old version will never come.
+                # The job has restarted, so other nodes will not write their parts of the old
+                # version.
                 self._stop.set()
             interval = self.config.persist.fixed_steps if self.config else 0
             known = self._due or self.status.last
@@ -168,7 +177,7 @@ class Persister:
             self._newest = label
             lag, waits = self._lag()
             self.status.update(lag_steps=lag)
-            # A failing storage is reported elsewhere; this warns about a slow one.
+            # Warn only about slow storage here; failing storage is reported elsewhere.
             slow = interval and lag > interval and self.status.stale_since_step is None
             if slow and waits != self._logged_lag:
                 self._logged_lag = waits
@@ -180,7 +189,9 @@ class Persister:
                 )
 
     def _lag(self) -> tuple[int, VersionId | None]:
-        """Steps from the oldest due version to the newest one in memory, and the due version."""
+        """Return the number of steps from the oldest due version that is not on storage to the
+        newest version in memory, and the former version.
+        """
         newest, stale = self._newest, self.status.stale_since_step
         if newest is None:
             return 0, None
@@ -192,8 +203,10 @@ class Persister:
         return (0 if waits is None else max(0, newest.step - waits.step)), waits
 
     def _becomes_unprotected(self, label: VersionId, unprotected: bool | None) -> bool:
-        """Whether ``label`` is the first version that does not survive the loss of a node. Every
-        trainer of the node reports it; a late report of an older version does not count."""
+        """Return whether ``label`` is the first version that does not survive the loss of a
+        node. Every trainer of the node reports each version; a late report of an older version
+        is ignored.
+        """
         since, before = self._unprotected
         if unprotected is None or self.config is None or (since is not None and label < since):
             return False
@@ -201,32 +214,37 @@ class Persister:
         return unprotected and not before
 
     def _replaces_memory(self, label: VersionId) -> bool:
-        """Whether ``label`` is to be tried because memory does not survive the loss of a node, and
-        no version since then has reached storage (P3)."""
+        """Return whether ``label`` should be written because memory does not survive the loss of
+        a node, and writing has failed since (P3).
+        """
         failing = self._missed is not None or self.status.stale_since_step is not None
         return failing and self._unprotected[1] and label.step % _AGAIN_STEPS == 0
 
     def fenced(self, incarnation: int) -> str:
-        """Why a node of this incarnation has to end: a newer one has fenced it; "" if none has.
+        """Return the reason why a node of this incarnation has to stop: a newer incarnation has
+        taken over the storage; "" if none has.
 
-        A newer incarnation in which this node takes part does not count: it refuses the version
-        that the daemon has been writing since before the restart.
+        A newer incarnation that runs on this node as well is no reason: it has only refused an
+        old version that this daemon has been writing since before the restart.
         """
         newest, why = self._fenced
         return why if newest > max(incarnation, self._job_dir.noted_incarnation()) else ""
 
     def wants(self, label: VersionId) -> bool:
-        """Whether versions are persisted, and ``label`` is newer than the newest one on storage."""
+        """Return whether versions go to storage at all, and ``label`` is newer than the newest
+        one there.
+        """
         last = self.status.last
         return bool(self.config and self.config.persist.dir is not None) and (
             last is None or label > last
         )
 
     def persist_and_wait(self, label: VersionId, timeout_secs: float) -> str:
-        """Persist ``label`` next, due or not. Several callers share one attempt.
+        """Write ``label`` next, due or not, and return the checkpoint's path. Several callers
+        share one attempt.
 
         Raises:
-            PersistError: it failed, or did not end in time.
+            PersistError: writing failed, or did not end in time.
         """
         if self.config is None or self.config.persist.dir is None:
             raise PersistError(
@@ -311,12 +329,12 @@ class Persister:
         gone = isinstance(error, OvertakenElsewhereError) or label not in committed_labels(
             self._job_dir
         )
-        if self._closing:  # There will be no further attempt
+        if self._closing:  # The daemon ends, so there will be no further attempt
             logger.info("the job ends before %s is in %s", label, self.status.dir)
             self.status.update(writing=None, phase=None)
         elif isinstance(error, OvertakenError) and label != self._refused:
             self._overtaken(label, message, gone)
-        else:  # Storage failed; until now, memory still had the version
+        else:  # Storage has failed: memory still held the version when the attempt began
             self._refused = label
             self._fail(label, message, since=label)
         with self._changed:
@@ -324,7 +342,8 @@ class Persister:
             if future is not None and not future.cancelled():
                 future.set_exception(PersistError(message))
             if self._due == label and gone:
-                # The version was overwritten; every node continues with the next due one.
+                # Memory no longer holds the version on some node; all nodes continue with the
+                # next due one.
                 self._due = None
             if self._due is not None and self._due <= label:
                 self._changed.wait_for(
@@ -343,9 +362,10 @@ class Persister:
         self.status.update(writing=None, phase=None, stale_since_step=stale, error=message)
 
     def _overtaken(self, label: VersionId, message: str, gone: bool) -> None:
-        """Skip a version that memory moved past; the next due one is written instead.
+        """Skip a version that memory no longer holds; the next due version is written instead.
 
-        Checkpoints count as stale only if this happens twice without a write in between.
+        Checkpoints are reported as stale only if this happens twice without a successful write
+        in between.
         """
         if gone:
             self.status.update(overtaken=label)

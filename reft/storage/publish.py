@@ -1,4 +1,5 @@
-"""Publishes a checkpoint: renames its working directory, switches ``latest``, removes old ones.
+"""Publishes a checkpoint: renames its working directory, makes ``latest`` name it, removes old
+checkpoints.
 
 All nodes share a checkpoint's working directory::
 
@@ -8,15 +9,17 @@ All nodes share a checkpoint's working directory::
         .staging/part-<coordinate>.json      complete files of a coordinate, with checksums
         .staging/failed-<node>.json          why a node gave up
 
-Every file has one writer: nothing depends on how a shared file system merges pages. The records
-carry a MAC by the job's secret. Blocks are compared with their checksums when they are written and
-again when they are read (P5, P11). A record appears under its final name only as a whole.
+Every file has one writer, so nothing depends on how a shared file system merges pages. The
+records (the JSON files) carry a MAC with the job's secret as key, and appear under their names
+only when complete. Blocks are compared with their checksums when they are written and again when
+they are read (P5, P11).
 
-The order of operations keeps a checkpoint loadable whatever is killed. All files are on storage
-before the directory gets its name. The name is on storage before ``latest`` refers to it. Nothing
-older is removed before that. A replaced incarnation can no longer publish, wherever it was
-interrupted (:mod:`reft.storage.fence`). A version older than the one that ``latest`` names is
-refused, too: a node that was cut off must not overwrite what its successors wrote.
+The order of operations keeps a checkpoint loadable whichever process is killed at whichever
+point. All files are on storage before the directory gets its final name. That name is on storage
+before ``latest`` contains it. Older checkpoints are removed only after that. An incarnation of
+the job that a newer one has replaced cannot publish any more, wherever it was interrupted
+(:mod:`reft.storage.fence`). A version older than the one that ``latest`` names is refused as
+well: a node that was cut off must not overwrite what later starts of the job wrote.
 """
 
 from __future__ import annotations
@@ -67,14 +70,14 @@ from reft.storage.persisted import (
 
 logger = logging.getLogger(__name__)
 
-LEADER = Coordinate(0, 0, 0)  # the node of this coordinate publishes the checkpoint
+LEADER = Coordinate(0, 0, 0)  # The node of this coordinate publishes the checkpoint
 
 _PERSON = b"reft-persist"
 
 
 @dataclass(frozen=True)
 class WorkDir:
-    """The working directory of a version while it is written."""
+    """The working directory in which a version's checkpoint is written."""
 
     root: Path
     job_id: str
@@ -82,13 +85,13 @@ class WorkDir:
 
     @classmethod
     def of(cls, directory: Path, job_id: str, label: VersionId, writer: int = 0) -> WorkDir:
-        """The working directory of a version.
+        """Return the working directory of a version.
 
         Args:
             directory: the job's directory.
             job_id: the job.
             label: the version.
-            writer: incarnation that writes, if it is later than the version's.
+            writer: incarnation of the writing process, if later than the version's.
         """
         writer = max(writer, label.incarnation)
         name = f".{format_tag(label)}.{label.incarnation}.{writer}-{short_name(job_id)}.tmp"
@@ -100,12 +103,13 @@ class WorkDir:
 
     @property
     def scripts(self) -> Path:
-        """Scripts that DeepSpeed puts next to the tag directories."""
+        """Directory for the scripts that DeepSpeed puts next to the tag directories."""
         return self.staging / "scripts"
 
     @property
     def pointers(self) -> Path:
-        """Files next to ``latest`` in which programs expect the name of the newest checkpoint."""
+        """Directory for files that programs expect next to ``latest``, with the name of the
+        newest checkpoint."""
         return self.staging / "pointers"
 
     def part(self, coordinate: Coordinate) -> Path:
@@ -126,9 +130,10 @@ class WorkDir:
 
 @dataclass(frozen=True)
 class BlockInFile:
-    """A block, and the memory from which it is read."""
+    """A block, and the memory that holds it."""
 
-    entry: Entry  # Its checksum was computed when the bytes were copied
+    # Position and checksum; the checksum was computed when the bytes were copied from training
+    entry: Entry
     buffer: memoryview  # Data region that holds the block at ``entry.arena_offset``
     origin: str  # Name of the data region, for messages
 
@@ -140,7 +145,7 @@ class BlockInFile:
         """Compare the block's bytes with the checksum (P5).
 
         Raises:
-            PersistError: they differ.
+            PersistError: the bytes do not match.
         """
         entry = self.entry
         if len(data) != entry.nbytes or checksum(data) != entry.checksum:
@@ -157,15 +162,15 @@ def write_arena(
     blocks: Sequence[BlockInFile],
     on_block: Callable[[int], None] = lambda nbytes: None,
 ) -> FileRecord:
-    """Write an arena of these blocks, consecutively, and flush it to storage.
+    """Write an arena file that contains the blocks one after another, and flush it to storage.
 
-    It is read like an arena in memory, with STORAGE_KEY in place of the job's secret.
+    The file is read like an arena in memory, with STORAGE_KEY in place of the job's secret.
 
     Args:
         path: file to write.
-        header: of the version; its entries are replaced.
-        blocks: each is compared with its checksum as it is read (P5).
-        on_block: called with the bytes of each block that is written.
+        header: header of the version; its entries are replaced by those of the blocks.
+        blocks: blocks to write; each is compared with its checksum when it is read (P5).
+        on_block: called with the number of bytes of each block that is written.
     """
     geometry = Geometry.of(sum(aligned(b.entry.nbytes) for b in blocks), len(blocks))
     entries: list[Entry] = []
@@ -178,13 +183,13 @@ def write_arena(
             entries.append(replace(block.entry, arena_offset=offset))
             offset += aligned(block.entry.nbytes)
             on_block(block.entry.nbytes)
-        # Nothing is decoded from an arena on storage, which has no parity.
+        # Arenas on storage have no parity, so the header needs no code for decoding.
         head = replace(header, state=ArenaState.COMMITTED, entries=(), coding="")
         body = encode_header(head, pack_entries(entries))
         record = encode_record(RecordKind.HEADER, 1, body, STORAGE_KEY)
-        # The header is written before the superblock, then both are flushed by one fsync. The order
-        # does not matter here: the version gets its name only after this returns, so no reader
-        # opens a file that is partly written.
+        # One fsync flushes header and superblock. Their order does not matter here: the
+        # checkpoint gets its name only after this returns, so no reader opens a partly written
+        # file.
         _write_all(fd, record, geometry.copy_offset(0))
         _write_all(fd, encode_geometry(geometry, STORAGE_KEY), 0)
         os.ftruncate(fd, geometry.file_bytes)
@@ -205,17 +210,17 @@ def _write_all(fd: int, data: bytes | memoryview, offset: int) -> None:
 
 
 def write_record(path: Path, content: Mapping[str, Any], secret: bytes) -> None:
-    """Write one authenticated JSON record. It appears as a whole or not at all."""
+    """Write one authenticated JSON record. The file appears complete or not at all."""
     body = json.dumps(content, separators=(",", ":"), sort_keys=True)
     write_durably(path, json.dumps({"mac": _mac(body, secret), "body": body}).encode())
 
 
 def read_record(path: Path, secret: bytes) -> dict[str, Any] | None:
-    """Read a record; None if there is none yet.
+    """Read a record; return None if there is none yet.
 
     Raises:
-        AuthenticationError: it does not carry the job's secret.
-        PersistError: it is no record.
+        AuthenticationError: the record's MAC was not made with the job's secret.
+        PersistError: the file is not a record.
     """
     try:
         envelope = json.loads(path.read_bytes())
@@ -249,18 +254,18 @@ def publish(
     *,
     writer: int = 0,
 ) -> None:
-    """Make a complete working directory the checkpoint to resume from.
+    """Make a complete working directory the checkpoint that the job resumes from.
 
     Args:
         work: the working directory.
-        info: of the checkpoint.
-        keep: number of the newest checkpoints that stay.
+        info: marker of the checkpoint.
+        keep: number of the newest checkpoints to keep.
         reached: called with "renaming", "renamed" and "latest" as these steps are reached.
-        writer: incarnation that writes, if it is later than the version's.
+        writer: incarnation of the writing process, if later than the version's.
 
     Raises:
         FencedError: a newer incarnation of the job writes there.
-        PersistError: files are missing, or a newer version is there.
+        PersistError: files are missing, or storage has a newer version.
     """
     problems = check_files(work.root, info.files, read=False)
     if problems:
@@ -274,16 +279,16 @@ def publish(
     }
     try:
         with fence.switched(info.directory, info.job_id, writer, info.label, pointers) as switch:
-            # Checked after the drafts were made. If a newer incarnation claims the directory later,
-            # it removes the drafts, and renaming them fails.
+            # Check the claims after the drafts were made: an incarnation that claims the
+            # directory later removes the drafts, so that renaming them fails.
             fence.check(info.directory, info.job_id, writer)
             refuse_stale(info.directory, info.job_id, info.label)
             for script in _files(work.scripts):
                 script.replace(info.directory / script.name)
-            # Staging is removed before the marker is written, because a directory with a marker
+            # Remove the staging directory before writing the marker: a directory with a marker
             # must contain the complete checkpoint and nothing else. ``write_durably`` syncs the
-            # directory, which covers this node's files; each other node has synced its own files
-            # before it wrote its record.
+            # directory, which covers this node's files; every other node has synced its own
+            # files before it wrote its record.
             shutil.rmtree(work.staging)
             write_durably(
                 work.root / MARKER_NAME, (json.dumps(info.to_json(), indent=1) + "\n").encode()
@@ -303,7 +308,7 @@ def refuse_stale(directory: Path, job_id: str, label: VersionId) -> None:
     """Refuse to write a version older than the one that ``latest`` names.
 
     Raises:
-        PersistError: it is older.
+        PersistError: ``label`` is older.
     """
     tag = latest_tag(directory)
     named = read_marker(directory / tag) if tag else None
@@ -324,7 +329,8 @@ def _rename(source: Path, info: PersistedInfo) -> None:
         _check_replaceable(info)
         aside = info.directory / f".{info.tag}.{os.getpid()}.replaced"
         if not exchange(source, target):
-            # Without an atomic exchange, the old checkpoint stays loadable under the other name.
+            # Without an atomic exchange, the old checkpoint stays loadable under the name
+            # ``aside`` meanwhile.
             target.rename(aside)
             try:
                 source.rename(target)
@@ -359,8 +365,8 @@ def _check_replaceable(info: PersistedInfo) -> None:
 
 
 def exchange(a: Path, b: Path) -> bool:
-    """Swap two directories in one step. Returns False if the kernel or the file system, such as
-    NFS, cannot."""
+    """Swap two directories in one step. Returns False if the kernel or the file system (such as
+    NFS) cannot do that."""
     try:
         renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
     except AttributeError:
@@ -379,14 +385,14 @@ def exchange(a: Path, b: Path) -> bool:
 def prune(info: PersistedInfo, keep: int) -> None:
     """Remove all but the ``keep`` newest checkpoints of the job.
 
-    Checkpoints of steps that a rollback gave up are counted separately: they must not displace
-    those that the job would fall back to. Only directories with reft's marker are removed, and
-    never the one that ``latest`` names.
+    Checkpoints of steps that the job abandoned when it went back are counted separately, so that
+    they do not displace those that the job would fall back to. Only directories with reft's
+    marker are removed, and never the one that ``latest`` names.
     """
     mine = list_persisted(info.directory, info.job_id)
     passed = given_up(i.label for i in mine)
     line = [i for i in mine if i.label not in passed]
-    # A directory that was renamed while it was replaced is not kept as a fallback.
+    # Do not keep a directory that was renamed because it was being replaced.
     behind = [i for i in mine if i.label in passed and not i.tag.startswith(".")]
     spared = {latest_tag(info.directory), *(i.tag for i in (*line[-keep:], *behind[-keep:]))}
     for old in mine:
@@ -398,12 +404,13 @@ def prune(info: PersistedInfo, keep: int) -> None:
 def remove_checkpoint(path: Path, label: VersionId) -> None:
     """Remove a checkpoint's directory.
 
-    It is renamed first: what an interrupted removal leaves is not taken for a checkpoint, and the
-    next writer removes it.
+    The directory is renamed first, so that what an interrupted removal leaves is not taken for a
+    checkpoint; the next writer removes the rest.
 
     Args:
         path: the directory.
-        label: the version to remove. If another version has taken the name meanwhile, it is kept.
+        label: the version to remove. The directory is kept if it has been replaced by another
+            version in the meantime.
     """
     try:
         doomed = path.with_name(f".{path.name.lstrip('.')}.{os.getpid()}{REMOVED_SUFFIX}")
@@ -419,8 +426,8 @@ def remove_checkpoint(path: Path, label: VersionId) -> None:
 
 
 def remove_debris(work: WorkDir) -> None:
-    """Remove what interrupted attempts of this job left: older working directories and partly
-    removed checkpoints. Called by the leader alone, before an attempt."""
+    """Remove what interrupted attempts of this job have left: older working directories and
+    partly removed checkpoints. Only the leader calls this, before an attempt."""
     for other in work.others():
         if other.label < work.label:
             shutil.rmtree(other.root, ignore_errors=True)

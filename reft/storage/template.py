@@ -1,11 +1,12 @@
-"""Templates: state dicts without their tensors' bytes and without the values of a step.
+"""Templates: state dicts without the tensors' bytes and without the values that change in every
+step.
 
-What ``engine.save_checkpoint`` would pass to ``torch.save`` becomes a tree of small tagged lists,
-which :mod:`reft.state.codec` can store. Tensors become places in a section's image. Values that
-change in every step become paths into the captured host state. Objects of a closed list of classes
-become their fields. Filled with the bytes and the host state of any later version of the same
-layout, a template gives the state dict of that version. Nothing is pickled, and only the listed
-classes are ever constructed (P11).
+What ``engine.save_checkpoint`` would pass to ``torch.save`` becomes a tree of small tagged
+lists, which :mod:`reft.state.codec` can store. A tensor is represented by its place in a
+section's image, a value that changes in every step by its path in the captured host state, and
+an object of one of a few listed classes by its fields. Filled with the bytes and the host state
+of any later version of the same layout, a template gives the state dict of that version. Nothing
+is pickled, and only the listed classes are ever constructed (P11).
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from reft.state import codec
 from reft.state.catalogue import SectionImage
 from reft.state.codec import class_path
 
-# A kind and its parts. The kinds are part of the stored format: append, never rename.
+# A list of the node's kind and its parts. The kinds are part of the stored format: add new ones,
+# but never rename any.
 Node = list[Any]
 Path = tuple[Any, ...]
 HostState = Mapping[str, Any]
@@ -40,27 +42,27 @@ _CLASSES: Final = (
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
 )
-"""Classes of objects in DeepSpeed's checkpoints. Their ``__dict__`` is their complete state."""
+"""Classes of objects in DeepSpeed's checkpoints, whose complete state is their ``__dict__``."""
 
 _ENUM_PACKAGES: Final = ("deepspeed", "torch")
 
 
 ReadSection = Callable[[Section, int, int], memoryview]
-"""Returns bytes ``[start, start + nbytes)`` of a section's image, verified. The view is
-writable."""
+"""Function that returns bytes ``[start, start + nbytes)`` of a section's image, after
+verification, as a writable view."""
 
 Resolve = Callable[[Path, Any], Path | None]
-"""Returns the path in the host state of the value at a path of the state dict; None for a
-constant."""
+"""Function that returns, for a value at a path in the state dict, the path of the same value in
+the host state; None if the value is constant."""
 
 
 @dataclass(frozen=True)
 class TemplateBuilder:
-    """Turns the recorded state dict of a file into nodes."""
+    """Turns the recorded state dict of a file into template nodes."""
 
     file: str  # Name of the file, for messages
     images: tuple[SectionImage, SectionImage]  # Live replicated and owned image
-    resolve: Resolve  # Finds values in the host state; every result is checked
+    resolve: Resolve  # Finds a value's path in the host state; every result is checked
     host_state: HostState
 
     def build(self, value: Any, path: Path = ()) -> Node:
@@ -87,7 +89,7 @@ class TemplateBuilder:
         if isinstance(value, (list, tuple)):
             return [type(value).__name__, [self.build(v, (*path, i)) for i, v in enumerate(value)]]
         items = [[self._value(k, path), self.build(v, (*path, k))] for k, v in value.items()]
-        # A module's OrderedDict carries ``_metadata``, which torch.save keeps.
+        # A module's OrderedDict has an attribute ``_metadata``, which torch.save keeps.
         return ["dict", type(value).__name__, items, self._fields(value, path)]
 
     def _value(self, value: Any, path: Path) -> Node:
@@ -159,7 +161,7 @@ class TemplateBuilder:
 
 
 class Rebuilder:
-    """Fills nodes with the bytes and the host state of one version.
+    """Fills template nodes with the bytes and the host state of one version.
 
     Tensors at the same place share memory, as in DeepSpeed's files. No other memory is shared, so
     ``torch.save`` writes exactly the bytes of each tensor.
@@ -251,7 +253,9 @@ class Rebuilder:
 
 
 def same_value(a: Any, b: Any) -> bool:
-    """Whether types, values and tensors' bits are equal at all levels; ignores tensors' classes."""
+    """Return whether two values are equal in types, values and tensors' bits at all levels; the
+    tensors' classes are ignored.
+    """
     try:
         return codec.encode(a) == codec.encode(b)
     except UnsupportedStateError:

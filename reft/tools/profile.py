@@ -1,5 +1,7 @@
-"""``reft profile``: runs a job like ``reft launch``, measures some steps, and shows where its
-devices wait, as tables, a figure or trace events.
+"""``reft profile``: measures where the devices of a job wait.
+
+It runs a job like ``reft launch``, measures some steps, and shows the result as tables, a figure or
+trace events.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from reft.profile.trace_events import write_trace
 from reft.refusal import Parser
 
 _NAME = "reft profile"
-_WIDTH = 170  # Columns of tables that are not shown on a terminal
+_WIDTH = 170  # Width in characters of tables that are not printed to a terminal
 _DESCRIPTION = (
     "Run a job like 'reft launch' (with the same options: --help-all lists them), measure some "
     "steps after warm-up, and report where the devices of every pipeline stage wait and how much "
@@ -39,10 +41,10 @@ _DESCRIPTION = (
 
 
 def main(argv: Sequence[str]) -> int:
-    """Command line of ``reft profile``.
+    """Run the command ``reft profile``.
 
     Returns:
-        The exit code: 0; 1 if there is no profile at the end; otherwise that of ``reft launch``.
+        The exit code: 0; 1 if the job ended without a profile; if the job fails, its exit code.
 
     Raises:
         ConfigError: wrong usage.
@@ -57,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
         parser = Parser(prog=_NAME, add_help=False, allow_abbrev=False)
         _add_outputs(parser)
         saved, rest = parser.parse_known_args(list(argv))
-        if not rest:  # Otherwise it is an option of the script
+        if not rest:  # With more words there is a script, and --from may be its option
             _check_outputs(saved)
             try:
                 _present(ProfileResult.load(saved.saved), saved)
@@ -127,9 +129,9 @@ def _run(argv: Sequence[str]) -> int:
 
 
 def _set_up_environment(args: argparse.Namespace, folder: Path) -> None:
-    """Set the environment variable from which the trainers read what to measure.
+    """Set the environment variable in which trainers find what to measure.
 
-    See :func:`reft.config.parse_block`.
+    :func:`reft.config.parse_block` reads it.
     """
     for name, value, least in (
         ("--steps", args.profile_steps, 1),
@@ -151,13 +153,13 @@ def _set_up_environment(args: argparse.Namespace, folder: Path) -> None:
         block |= {"variant": "none", "has": {}, "persist": {}}
     os.environ[ENV_PROFILE] = json.dumps(block)
     if args.job_id in (None, os.environ.get(ENV_JOB_ID)):
-        # With its own job id, the memory of the real job is neither restored nor changed.
+        # Use a job id of its own, so that the memory of the real job is neither read nor changed.
         own = uuid.uuid4().hex[:12] if args.rdzv_id == "none" else args.rdzv_id
         args.job_id = f"profile-{args.job_id or own}"
 
 
 def _explain_nothing(args: argparse.Namespace, ranks: set[int]) -> int:
-    """Print why this node has nothing to show. Returns the exit code; 0 if that is normal."""
+    """Print why there is no profile on this node; return the exit code, 0 if that is normal."""
     if ranks and 0 not in ranks:
         print(f"{_NAME}: measured; the profile is on the node of rank 0", file=sys.stderr)
         return 0
@@ -172,7 +174,7 @@ def _explain_nothing(args: argparse.Namespace, ranks: set[int]) -> int:
 
 
 def _check_outputs(args: argparse.Namespace) -> None:
-    """Check the output paths before the job runs rather than after it."""
+    """Check the paths of the outputs; called before the job runs, so that no run is wasted."""
     for option, path in (("--json", args.json), ("--trace", args.trace)):
         if path is not None and str(path) != "-":
             check_folder(option, path)

@@ -143,7 +143,7 @@ class PeerCheck(VersionFeature):
         return None if torch.equal(mine, theirs) else SkipCause(PEERS_DIFFER)
 
     def _members(self) -> tuple[int, ...]:
-        """Ranks of the sharding group."""
+        """Return ranks of the sharding group."""
         assert self._topology is not None
         assert self._control is not None
         at = self._topology.coordinates[self._control.rank]
@@ -220,7 +220,8 @@ def _hash(hasher: HashingCopier, view: torch.Tensor) -> Sequence[Piece]:
 
 
 def _on_device(views: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A checksum of bytes on a device. Integer sums do not depend on the order of additions."""
+    """Return a checksum of bytes on a device. Integer sums do not depend on the order of
+    additions."""
     total = torch.zeros(_COLUMNS, dtype=torch.int64, device=views[0].device)
     for view in views:
         wide = view.data_ptr() % 4 == view.numel() % 4 == 0
@@ -232,7 +233,7 @@ def _on_device(views: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def differing(sums: Mapping[int, Mapping[int, int]]) -> dict[int, tuple[int, ...]]:
-    """Blocks that differ among the members of a group.
+    """Return blocks that differ among the members of a group.
 
     Args:
         sums: checksums by member and block.

@@ -11,6 +11,7 @@ import pytest
 from tests.commands import command
 
 ON = {"enabled": True}
+DEEPSPEED = {"train_micro_batch_size_per_gpu": 1}
 HOST = {"device": "cpu"}
 AOR: dict[str, Any] = {"reft": {**ON, "protection": "arc+aor"}, "zero_optimization": {"stage": 1}}
 BF16_FP32: dict[str, Any] = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
@@ -120,28 +121,42 @@ def test_what_is_taken_is_not_refused(tmp_path: Path, config: dict[str, Any]) ->
         ({"enabled": False}, "reft has no effect"),
         ({**ON, "variant": "none"}, "no versions are taken"),
         ({**ON, "protection": "none"}, '"protection" is "none"'),
-        (ON, "nothing is written to storage"),
+        (ON, "reft writes nothing to storage"),
         ({**ON, "faults": [{"point": "during_step", "step": 1}]}, '"faults" makes ranks fail'),
     ],
 )
 def test_what_the_job_will_be_warned_of(tmp_path: Path, block: dict[str, Any], said: str) -> None:
-    assert any(said in warned for warned in check(tmp_path, {"reft": block})["warned"])
+    found = check(tmp_path, {**DEEPSPEED, "reft": block})["warned"]
+    assert any(said in warned for warned in found)
+
+
+def test_a_file_of_the_block_alone_is_megatrons_which_saves_itself(tmp_path: Path) -> None:
+    found = check(tmp_path, {"reft": ON})
+    assert (found["refused"], found["warned"], found["noted"]) == ([], [], [])
+    found = check(tmp_path, {"reft": {**ON, "persist": {"dir": str(tmp_path)}}})
+    assert "save with --save" in found["refused"][0]
+
+
+def test_values_that_a_trainer_fills_in_are_named(tmp_path: Path) -> None:
+    config = {"bf16": {"enabled": "auto"}, "reft": {**ON, "interval_steps": "auto"}}
+    [note] = [text for text in check(tmp_path, config)["noted"] if "auto" in text]
+    assert note.endswith(": bf16.enabled")
 
 
 @pytest.mark.parametrize("where", ["file/below", "not/mounted", "/proc/reft"])
 def test_a_persist_directory_that_cannot_be_written_is_told(tmp_path: Path, where: str) -> None:
     (tmp_path / "file").touch()
     directory = tmp_path / where
-    warned = check(tmp_path, {"reft": {**ON, "persist": {"dir": str(directory)}}})["warned"]
+    block = {**ON, "persist": {"dir": str(directory)}}
+    warned = check(tmp_path, {**DEEPSPEED, "reft": block})["warned"]
     (said,) = (text for text in warned if "cannot be written to persist.dir" in text)
     assert str(directory) in said
     assert not directory.exists()
 
 
 def test_a_persist_directory_that_the_job_can_make_is_not_made(tmp_path: Path) -> None:
-    assert (
-        check(tmp_path, {"reft": {**ON, "persist": {"dir": str(tmp_path / "new")}}})["warned"] == []
-    )
+    block = {**ON, "persist": {"dir": str(tmp_path / "new")}}
+    assert check(tmp_path, {**DEEPSPEED, "reft": block})["warned"] == []
     assert not (tmp_path / "new").exists()
 
 
@@ -150,11 +165,7 @@ def test_a_persist_directory_that_the_job_can_make_is_not_made(tmp_path: Path) -
     [
         ("0.18.4", "warned", "resumes from memory only; install DeepSpeed 0.18.5 or later"),
         ("0.18.9+cu126", "noted", "loads its own checkpoints of this configuration"),
-        (
-            "0.19.8",
-            "noted",
-            "Megatron-DeepSpeed needs megatron_patches/4efb479/deepspeed-0.19.patch",
-        ),
+        ("0.19.8", "noted", "loads its own checkpoints of this configuration"),
         ("0.20.0", "warned", "is not known; install 0.17.0 or later, below 0.20"),
     ],
 )
@@ -303,7 +314,7 @@ def test_the_command_says_it_and_its_code_says_whether_the_job_is_taken(tmp_path
     path, script = tmp_path / "ds.json", tmp_path / "train.py"
     script.write_text("import torch\ntorch.manual_seed(1)\n")
     for config, words, code, said in (
-        ({"reft": ON}, (), 0, "WARNING: nothing is written"),
+        ({**DEEPSPEED, "reft": ON}, (), 0, "WARNING: reft writes nothing to storage"),
         (
             {"reft": ON, "zero_optimization": {"stage": 4}},
             (),
@@ -316,7 +327,7 @@ def test_the_command_says_it_and_its_code_says_whether_the_job_is_taken(tmp_path
         path.write_text(json.dumps(config))
         answer = command("config", "--check", path, *words)
         assert (answer.code, said in answer.out + answer.err) == (code, True), answer
-    path.write_text(json.dumps({"reft": {**ON, "strict": True}}))
+    path.write_text(json.dumps({**DEEPSPEED, "reft": {**ON, "strict": True}}))
     answer = command("config", "--check", path, "--script", script, "--json")
     told = answer.json
     assert (answer.code, told["well"], told["refused"], len(told["warned"])) == (1, False, [], 2)

@@ -44,7 +44,9 @@ def test_p3_a_plain_loop_goes_on_with_resume(tmp_path: Path, undisturbed: list[s
     # Whether the step before was committed by then is a matter of milliseconds.
     assert re.search(rf"resumed at step ({KILLED_AT}|{KILLED_AT - 1}) from memory", log)
     assert "s after the failure (" in log
-    assert log.count("the job is protected: PP1xDP1xTP1 on 1 node(s)") == 2, "a line at each start"
+    announced = "from its first committed version on: PP1xDP1xTP1 on 1 node(s)"
+    assert log.count(announced) == 2, "a line at each start"
+    assert log.count("the job is protected: step") == 2
     assert each_once(job.losses()) == undisturbed
 
 

@@ -82,7 +82,8 @@ def test_p4_a_start_says_in_a_line_what_is_protected(
     record: Any = SimpleNamespace(in_force="arc", tolerance=tolerance)
     said = describe_protection(parse_block(block), topology, record, incarnation=1)
     assert said.startswith(
-        "the job is protected: PP1xDP2xTP1 on 2 node(s), incarnation 1; protection arc survives "
+        "reft protects this job from its first committed version on: PP1xDP2xTP1 on 2 node(s), "
+        "incarnation 1; protection arc survives "
     )
     assert survives in said
     assert kept in said

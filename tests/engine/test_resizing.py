@@ -40,7 +40,6 @@ if BF16_OPTIMIZER_IS_NEVER_MADE:
     del CASES["zero1-bf16"]
 ONE_DEGREE: dict[str, dict[str, Any]] = {
     "round_robin_gradients": {"stage": 1, "round_robin_gradients": True},
-    "ZeRO-3": {"stage": 3},
 }
 """What is refused at another degree, by the words that say so."""
 LIFE = json.loads((Path(sys.argv[1]) / "life.json").read_text()) if RANK_GIVEN else {}

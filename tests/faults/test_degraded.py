@@ -68,7 +68,7 @@ def test_memory_full(scratch: Scratch, memory_root: Path) -> None:
         assert job.history.current.committed == set()
         job.wait_for("the status", lambda: job.status().get("stale_since_step") == 1)
         assert "OutOfMemoryError" in job.status()["stale_cause"]
-        assert job.logs.count("snapshots are stale since step 1") >= 1
+        assert job.logs.count("Snapshots are stale since step 1") >= 1
         filler.unlink()
         job.wait_for("a commit", lambda: bool(job.history.current.committed))
         job.wait_for("the status", lambda: job.status().get("stale_since_step", 1) is None)

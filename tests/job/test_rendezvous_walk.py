@@ -69,10 +69,11 @@ def test_nodes_that_are_left_say_what_they_wait_for(
     with gathered(world, 3):
         world.kill(world.alive[0])
         world.run(30.0)
-    said = [r.getMessage() for r in caplog.records if "nodes are here; waiting" in r.getMessage()]
+    said = [r.getMessage() for r in caplog.records if "nodes are here." in r.getMessage()]
     assert len(said) == 2, "once on each of those that are left"
     assert all(
-        "2 of 3 nodes are here" in line and "`reft launch` on another node" in line for line in said
+        "2 of 3 nodes are here" in line and "Start `reft launch` on another node" in line
+        for line in said
     )
 
 

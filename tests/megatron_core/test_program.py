@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+import reft
 from reft.env import ENV_CONFIG
 from reft.errors import ConfigError, UnrecoverableError
 from tests.megatron.runs import Program, differences, lost_node, outcome
@@ -64,6 +65,7 @@ def test_a_lost_node_changes_nothing_that_is_printed(tmp_path: Path) -> None:
     assert disturbed.resumed == [(KILLED_AT, "memory")], disturbed.log[-4000:]
     assert differences(undisturbed, disturbed) == []
     assert saved(save) == ITERATIONS
+    assert disturbed.log.count(f"the guard has seen {ITERATIONS} iterations") == 2
     lines = undisturbed.iterations[1] + undisturbed.iterations[ITERATIONS]
     assert [dict(line)["global batch size"] for line in lines] == ["4", "8"]
     assert "reft's versions in memory replace local checkpoints" in disturbed.log
@@ -192,6 +194,18 @@ def test_another_release_of_its_core_is_refused_by_its_number(
     monkeypatch.setattr(megatron.core, "__version__", "0.19.2")
     with pytest.raises(ConfigError, match=r"found megatron-core 0\.19\.2; expected 0\.16\.x"):
         module.validate_args(Namespace())
+
+
+def test_state_that_is_kept_too_late_is_refused(
+    install: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron_patches.core import program as hooked
+
+    install("megatron.training.arguments", {"reft": ENABLED}, validate_args=len)
+    reft.keep_state({"guard": object()})
+    monkeypatch.setattr(hooked.programs[0], "_protection", object())
+    with pytest.raises(ConfigError, match=r"call it before pretrain\(\)"):
+        reft.keep_state({"guard": object()})
 
 
 def test_p10_a_block_that_is_not_enabled_changes_nothing(install: Any) -> None:

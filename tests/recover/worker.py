@@ -40,7 +40,7 @@ from reft.recover.inventory import ArenaStore
 from reft.recover.plan import NotRecoverable, count_bytes
 from reft.recover.rebuild import ArenaLayout, StoreConfig
 from reft.recover.recover import Participant, Recovery
-from reft.relayout.element_map import ElementMove, RankImages, plan_replica
+from reft.relayout.element_map import ElementMove, Part, RankImages, plan_replica
 from reft_mpi.mpi import load_mpi
 from tests.control.mpi_job import refuse_pickling
 
@@ -124,15 +124,9 @@ class Rank:
         part = fleet.image_bytes(at, Section.OWNED)
         length = part * self.written.dp - PADDING
         whole = {str(Section.REPLICATED): fleet.image_bytes(at, Section.REPLICATED)}
-        return RankImages(
-            whole,
-            {
-                str(Section.OWNED): (
-                    part if degrees == self.written else -(-length // degrees.dp),
-                    length,
-                )
-            },
-        )
+        owned = str(Section.OWNED)
+        size = part if degrees == self.written else -(-length // degrees.dp)
+        return RankImages(whole, {owned: (Part(owned, size, length),)})
 
     def expected(self, at: Coordinate, section: Section, label: VersionId) -> np.ndarray:
         """An image of a rank, of this layout where the replicas alone are others."""
@@ -142,7 +136,7 @@ class Rank:
         if section is not Section.OWNED:
             return fleet.image(replace(at, dp=at.dp % self.written.dp), section, label)
         old = [fleet.image(replace(at, dp=dp), section, label) for dp in range(self.written.dp)]
-        (part, length) = self.held(now).parts[str(section)]
+        [(_, part, length)] = self.held(now).parts[str(section)]
         whole = np.zeros(part * now.dp, np.uint8)
         whole[:length] = np.concatenate(old)[:length]
         return whole[at.dp * part :][:part]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 from itertools import chain, combinations, product
+from math import ceil
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from reft.protect.placement import tolerance
 from reft.recover.decide import GroupStatus, ImageRange, decide, judge, plan_decided, plan_recovery
 from reft.recover.inventory import merge_summaries, summarize
 from reft.recover.plan import NotRecoverable
-from reft.relayout.element_map import RankImages, plan_replica
+from reft.relayout.element_map import Part, RankImages, plan_replica
 from reft.snapshot.plan import SectionSizes
 from tests.recover.fleet import JOB, NEW, OLD, Fleet, inventories, oracle, place
 
@@ -38,22 +39,63 @@ class Owned:
     def held(self, dp: int) -> RankImages:
         named = {f"t{number}": length for number, length in enumerate(self.lengths)}
         whole = {name: 3 for name, length in named.items() if length is None}
-        return RankImages(
-            whole, {n: (padded_part(length, dp), length) for n, length in named.items() if length}
-        )
+        parts = {
+            n: (Part(n, padded_part(length, dp), length),) for n, length in named.items() if length
+        }
+        return RankImages(whole, parts)
 
     def tensors(self, dp: int, member: int) -> dict[str, np.ndarray]:
-        found = {}
-        for number, length in enumerate(self.lengths):
-            values = np.random.default_rng(number).integers(1, 2**30, length or 3)
-            if length is not None:
-                part = padded_part(length, dp)
-                values = np.pad(values, (0, part * dp - length))[member * part :][:part]
-            found[f"t{number}"] = values
-        return found
+        return {
+            f"t{number}": elements(number, 3)
+            if length is None
+            else part_of(elements(number, length), padded_part(length, dp), dp, member)
+            for number, length in enumerate(self.lengths)
+        }
 
 
-def check_cover(owned: Owned, resize: Resize) -> None:
+@dataclass(frozen=True)
+class SubGroups:
+    """Parameters of these lengths as ZeRO-3 cuts them: each for itself, into parts that are put together to
+    sub-groups until their size is reached."""
+
+    lengths: tuple[int, ...]
+    sub_group_size: int
+
+    def grouped(self, dp: int) -> list[list[int]]:
+        groups: list[list[int]] = [[]]
+        for number in range(len(self.lengths)):
+            if sum(ceil(self.lengths[n] / dp) for n in groups[-1]) >= self.sub_group_size:
+                groups.append([])
+            groups[-1].append(number)
+        return groups
+
+    def held(self, dp: int) -> RankImages:
+        parts = [Part(f"p{n}", ceil(length / dp), length) for n, length in enumerate(self.lengths)]
+        tensors = {
+            f"t{i}": tuple(parts[n] for n in numbers) for i, numbers in enumerate(self.grouped(dp))
+        }
+        return RankImages({}, tensors)
+
+    def tensors(self, dp: int, member: int) -> dict[str, np.ndarray]:
+        def part(number: int) -> np.ndarray:
+            length = self.lengths[number]
+            return part_of(elements(number, length), ceil(length / dp), dp, member)
+
+        return {
+            f"t{i}": np.concatenate([part(n) for n in numbers])
+            for i, numbers in enumerate(self.grouped(dp))
+        }
+
+
+def elements(seed: int, length: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(1, 2**30, length)
+
+
+def part_of(values: np.ndarray, size: int, dp: int, member: int) -> np.ndarray:
+    return np.pad(values, (0, size * dp - len(values)))[member * size :][:size]
+
+
+def check_cover(owned: Owned | SubGroups, resize: Resize) -> None:
     old = [owned.tensors(resize.old, member) for member in range(resize.old)]
     before, after = owned.held(resize.old), owned.held(resize.new)
     for dp in range(resize.new):
@@ -82,25 +124,26 @@ def test_every_byte_comes_from_one_place_or_pads(old: int) -> None:
         check_cover(Owned(lengths), Resize(old, new))
 
 
+@pytest.mark.parametrize("old", range(1, MOST + 1))
+def test_parameters_that_are_cut_one_by_one_change_their_sub_groups(old: int) -> None:
+    """The shortest have fewer elements than there are members."""
+    rng = random.Random(old)
+    for new, size in product(range(1, MOST + 1), (1, 5, 20, 1000)):
+        lengths = tuple(rng.choice(LENGTHS) for _ in range(rng.randint(1, 9)))
+        check_cover(SubGroups(lengths, size), Resize(old, new))
+
+
+def parts(name: str, size: int, numel: int) -> RankImages:
+    return RankImages({}, {"master.0.0": (Part(name, size, numel),)})
+
+
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        (
-            RankImages({}, {"short": (10, 61)}),
-            RankImages({}, {"short": (30, 61)}),
-            "parts of 61 elements",
-        ),
-        (
-            RankImages({}, {"short": (31, 61)}),
-            RankImages({}, {"short": (20, 61)}),
-            "parts of 61 elements",
-        ),
-        (
-            RankImages({}, {"longer": (31, 62)}),
-            RankImages({}, {"longer": (21, 61)}),
-            "parts of 61 elements",
-        ),
-        (RankImages({}, {"gone": (31, 62)}), RankImages({}, {}), "parts of 0 elements"),
+        (parts("short", 10, 61), parts("short", 30, 61), "parts of 61 elements"),
+        (parts("short", 31, 61), parts("short", 20, 61), "parts of 61 elements"),
+        (parts("longer", 31, 62), parts("longer", 21, 61), "parts of 61 elements"),
+        (parts("gone", 31, 62), RankImages({}, {}), "parts of 0 elements"),
         (RankImages({"other": 10}, {}), RankImages({"other": 12}, {}), "equal on all replicas"),
         (RankImages({}, {}), RankImages({"new": 12}, {}), "equal on all replicas"),
     ],
@@ -151,7 +194,7 @@ def wanted_by(fleet: Fleet, topology: Topology, at: Coordinate) -> list[ImageRan
     resize = Resize(fleet.topology.degrees.dp, topology.degrees.dp)
     whole = {"replicated": fleet.image_bytes(replace(at, dp=0), Section.REPLICATED)}
     old, new = (
-        RankImages(whole, {"owned": (padded_part(LENGTH, n), LENGTH)})
+        RankImages(whole, {"owned": (Part("owned", padded_part(LENGTH, n), LENGTH),)})
         for n in (resize.old, resize.new)
     )
     moves = plan_replica(old, new, resize, at)

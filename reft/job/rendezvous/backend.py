@@ -1,7 +1,8 @@
-"""Connects a node to the rendezvous store, here reft's own, and reconnects it.
+"""Connects a node to the rendezvous store, the key-value store by which a job's launchers meet.
 
-The store is served by ``reft rendezvous``, or by the launcher of one of the nodes. Other stores are
-integrations (:mod:`reft.integrations`), which ``--rdzv-backend`` selects by name.
+This module is for reft's own store, which ``reft rendezvous`` or the launcher of one of the nodes
+serves. Other stores are integrations (:mod:`reft.integrations`); ``--rdzv-backend`` selects one by
+name.
 """
 
 from __future__ import annotations
@@ -39,15 +40,15 @@ _STATUS_SECS = 5.0
 
 
 class JobEndedError(ReftError, RuntimeError):
-    """The job cannot continue; the message says why and what was kept."""
+    """Raised if the job cannot continue; the message says why."""
 
 
 class RendezvousBackend:
     """Connects one node to reft's own store; subclasses connect to other stores.
 
     Attributes:
-        advice: what to do when the store is lost.
-        reopens: what to do so that a run which the store marks as ended can start again.
+        advice: what a user should do when the store is lost, for messages.
+        reopens: what a user has to do before a run that the store marks as ended can start again.
     """
 
     advice = (
@@ -67,13 +68,13 @@ class RendezvousBackend:
         self._store: RendezvousStore | None = None
 
     def join(self) -> StoreRendezvous:
-        """Connect to the store.
+        """Connect to the store; return this node's side of the rendezvous.
 
-        As with torchrun, this node serves the store if none answers and the endpoint is an address
-        of this machine.
+        As with torchrun, this node serves the store itself if no process does and the endpoint is
+        an address of this machine.
 
         Raises:
-            JobEndedError: the server at the endpoint is not reft's.
+            JobEndedError: no process at the endpoint answers, or it does not serve reft's store.
             AuthenticationError: the store has another secret.
             ConfigError: the store cannot be served at this address, or an option is invalid.
         """
@@ -96,7 +97,7 @@ class RendezvousBackend:
         return rendezvous
 
     def reconnect(self) -> None:
-        """Wait until a lost store answers again, at most the time-out for joining a round.
+        """Wait until a lost store answers again, for the time-out of joining a round at most.
 
         Raises:
             JobEndedError: the store does not come back.
@@ -118,16 +119,19 @@ class RendezvousBackend:
             time.sleep(POLL_SECS)
 
     def connect_for_status(self) -> RendezvousStore:
-        """Open another connection for status reports, which must not delay the rendezvous."""
+        """Open a connection of its own for status reports, so that these delay no rendezvous."""
         return self._make_client(_STATUS_SECS).with_prefix(f"reft/{self._config.run_id}/status")
 
     def trainers_endpoint(self) -> str:
-        """``host:port`` where trainers reach the store."""
+        """Return ``host:port`` at which trainers reach the store."""
         host, port = parse_endpoint(self._config.rdzv_endpoint)
         return format_endpoint(host, self._server.port if self._server is not None else port)
 
     def wait_for_others(self) -> None:
-        """If the store ends with this launcher, let the other nodes read it first."""
+        """If this launcher serves the store, wait until the other nodes have disconnected.
+
+        They still have to read there how the job ended. The wait takes five seconds at most.
+        """
         deadline = time.monotonic() + _OTHERS_READ_SECS
         while isinstance(self._server, KeyValueServer) and len(self._server.holders()) > 1:
             if time.monotonic() > deadline:
@@ -135,7 +139,7 @@ class RendezvousBackend:
             time.sleep(_HOLDERS_POLL_SECS)
 
     def close(self) -> None:
-        """Close the connection, and the store if it is served here."""
+        """Close the connection, and the store if this launcher serves it."""
         if self._store is not None:
             self._store.close()
         if self._server is not None:
@@ -146,7 +150,8 @@ class RendezvousBackend:
         if self._has_to_serve():
             self._serve()
         endpoint, secs = self._config.rdzv_endpoint, min(self._contact_secs, self._read_secs)
-        # A server that is not reft's may never answer, so the first contact has its own time-out.
+        # A server that is not reft's may never answer, so the first request has a time-out of its
+        # own.
         first = self._make_client(secs)
         try:
             first.check([])
@@ -162,7 +167,7 @@ class RendezvousBackend:
         return self._make_client(self._read_secs)
 
     def _make_client(self, timeout_secs: float) -> RendezvousStore:
-        """Make another connection to the store, without waiting for it."""
+        """Make a client that connects to the store at its first request."""
         return KeyValueStore(self.trainers_endpoint(), self._secret, timeout_secs=timeout_secs)
 
     def _outlives_nodes(self, store: RendezvousStore) -> bool:
@@ -172,7 +177,11 @@ class RendezvousBackend:
         return False
 
     def _has_to_serve(self) -> bool:
-        """Whether this node has to serve the store; if not, wait until another process does."""
+        """Whether this node has to serve the store; if not, wait until another process does.
+
+        Raises:
+            JobEndedError: no other process has served the store in time.
+        """
         endpoint = self._config.rdzv_endpoint
         host, port = parse_endpoint(endpoint)
         if "is_host" in self._conf:

@@ -1,4 +1,7 @@
-"""One node's side of the rendezvous; :mod:`reft.job.rendezvous.membership` makes the decisions."""
+"""One node's side of the rendezvous: reads and writes the shared membership state in the store.
+
+The decisions are made by pure functions (:mod:`reft.job.rendezvous.membership`).
+"""
 
 from __future__ import annotations
 
@@ -49,42 +52,43 @@ from reft.relayout.sizes import Sizes
 
 logger = logging.getLogger(__name__)
 
-_JOIN_SHARE = 0.9  # Share of ``join_timeout`` after which a waiting node stops hoping for others
+_JOIN_SHARE = 0.9  # Share of ``join_timeout`` that replacements of lost nodes may take at most
 _ALONE_SECS = 5.0
-"""A node loses its place to another one only after that has waited for the place this long."""
+"""Time after which a node that is to be replaced takes its place back if no other node waits."""
 _RECONNECT_SECS = 0.5
 """Time in which a living node that has lost its connection connects again."""
 _MIN_POLL_SECS, _MAX_POLL_SECS = 0.1, 1.0
-_NODES_PER_SEC = 500  # Poll rate of all nodes together; the size of the state grows with them
-_START_SKEW_SECS = 0.3  # Spreads the first requests of nodes that are started at the same time
+_NODES_PER_SEC = 500  # Largest poll rate of all nodes together, because each poll reads all nodes
+_START_SKEW_SECS = 0.3  # Random delay that spreads the first requests of nodes started together
 _CLOCK_SECS = 60.0  # Interval between measurements of the store's clock
 _MAX_NAMED = 4  # Most nodes named in one message
 _NEVER = float("-inf")
 
 
 class LeftError(ReftError, RuntimeError):
-    """This node has left the job on request."""
+    """Raised when this node has left the job on request."""
 
 
 class StoreRendezvous:
-    """Elastic rendezvous of one node over a store.
+    """Joins one node to the rounds of a job, and keeps its place by heartbeats.
 
     Args:
         store: the rendezvous store.
         config: torchrun's part of the options.
-        info: what this node brings into its first round.
+        info: this node's report for its first round (id, trainers, restarts, newest version).
         job_id: name of the job's memory.
 
     Attributes:
-        info: what this node brings into the next round.
-        other_nnodes: ``--nnodes`` of the nodes that were started with another value, by node id.
-        agreement: the last round in which this node took part.
+        info: this node's report for the next round.
+        other_nnodes: ``--nnodes`` of those nodes that were started with a different value than this
+            one, by node id.
+        agreement: what was agreed on for the last round in which this node took part.
         node: unique name of this launcher.
         state: the shared state as of the last heartbeat or poll.
-        left: group ranks of nodes of the last round that have left on request.
-        wait_secs: how long the remaining nodes wait for replacements of lost nodes; None: as long
-            as for any round.
-        newest_incarnation: the newest start of the job as of the last heartbeat.
+        left: group ranks, in the round before this one, of nodes that left on request.
+        wait_secs: longest time that the remaining nodes wait for replacements of lost nodes; None:
+            as long as for any round.
+        newest_incarnation: number of the newest start of the job, as of the last heartbeat.
 
     Raises:
         ValueError: an option cannot be used.
@@ -104,7 +108,7 @@ class StoreRendezvous:
         self.info = replace(info, nnodes=":".join(map(str, nnodes)))
         self.other_nnodes: dict[str, str] = {}
         self.agreement: Agreement | None = None
-        # The random part is needed because successive launchers in containers may share a pid.
+        # Random, because successive launchers in a container may have the same pid.
         address = config.local_addr or socket.getfqdn()
         self.node = f"{address}/{os.getpid()}/{secrets.token_hex(4)}"
         self.rules = JobRules(
@@ -122,20 +126,21 @@ class StoreRendezvous:
         self._poll_secs = min(
             _MAX_POLL_SECS, max(_MIN_POLL_SECS, self.rules.max_nodes / _NODES_PER_SEC)
         )
-        self._encoded: bytes | None = None  # The shared state as last read
+        self._encoded: bytes | None = None  # Encoded shared state as last read, for compare-and-set
         self._polled_at = self._trusts_after = self._measured_at = _NEVER
         self._offset_secs = time.time() - time.monotonic()
         self._writer_behind_secs = 0.0
-        self._alive_at: dict[str, float] = {}  # Last sign of life of each node with a lease
-        # A lease outlasts the interval between two renewals.
+        # Time by the store's clock at which each node's lease was last seen held
+        self._alive_at: dict[str, float] = {}
+        # Longer than the interval between two renewals.
         self._lease_secs = max(self.rules.expiry_secs / 2, self.rules.heartbeat_secs + 1.0)
         self._left_grace_secs = self._lease_secs if store.keeps_leases else _RECONNECT_SECS
-        # Guards the state and its encoding: the heartbeat thread and the agent both exchange it.
+        # Guards the state and its encoding, which the heartbeat thread and the agent's both update.
         self._lock = threading.Lock()
         self._heartbeats_ended = threading.Event()
         self._heartbeats: threading.Thread | None = None
         self._trains = False
-        # The last state that was not empty; restores what a restarted store has lost.
+        # The last state that was not empty; heartbeats restore it in a store that lost its state.
         self._last_state = MembershipState()
         self._was_spare = self._has_warned = False
         self._forgotten_until = _NEVER
@@ -150,37 +155,46 @@ class StoreRendezvous:
     # -- the clock ---------------------------------------------------------------------------------
 
     def _now(self) -> float:
-        """Seconds since 1970 by the store's clock.
+        """Return the seconds since 1970 by the store's clock.
 
-        Times in the shared state are compared by this clock. With its own clock, a host whose clock
-        is an hour ahead would seem alive for an hour after its death.
+        All times in the shared state are by this clock. If each node wrote its own host's time, a
+        node whose clock is an hour ahead would seem alive for an hour after its death.
         """
         return time.monotonic() + self._offset_secs
 
     def _measure_clock(self) -> None:
-        """Measure the offset of the store's clock once a minute. Raises StoreError."""
+        """Measure the offset between the store's clock and this host's, once a minute.
+
+        Raises:
+            StoreError: the store does not answer.
+        """
         started_at = time.monotonic()
         if started_at - self._measured_at < _CLOCK_SECS:
             return
         store_time = self._store.time()
         now = time.monotonic()
         if store_time is None:
-            # A store without a clock of its own keeps leases and expires them itself.
+            # The store has no clock for clients. It keeps leases and expires them itself.
             offset_secs = time.time() - now
         else:
             offset_secs = store_time - (started_at + now) / 2
         has_jumped = abs(offset_secs - self._offset_secs) > self.rules.heartbeat_secs
         if has_jumped and self._measured_at != _NEVER:
-            # The clock was set, or another host serves the store. Times in the state are by the old
-            # clock until their nodes write again.
+            # The store's clock was set, or another host serves the store now. Times in the state
+            # are by the old clock, so trust none until every node could renew its own.
             self._trusts_after = now + self.rules.expiry_secs
         self._offset_secs, self._measured_at = offset_secs, now
 
     def _to_own_clock(self, state: MembershipState, *, is_new: bool) -> MembershipState:
-        """Convert the times of a state from a store without a clock.
+        """Convert times in the state to this host's clock, for a store that has no clock.
 
-        The times are by the clock of the host that wrote the state last. A new state was written
-        since the last poll, so its apparent age is about the difference between the two clocks.
+        The times are by the clock of the host that wrote the state last. If the state is new, it
+        was written just before this poll, so its apparent age is about the difference between that
+        clock and this host's.
+
+        Args:
+            state: the state that was read.
+            is_new: whether the state has changed since the last poll.
         """
         if is_new:
             self._writer_behind_secs = self._now() - state.written
@@ -197,18 +211,20 @@ class StoreRendezvous:
     # -- the shared state --------------------------------------------------------------------------
 
     def _poll(self) -> MembershipState:
-        """The shared state, at most one poll interval old. Raises as :meth:`_exchange`."""
+        """Return the shared state, at most one poll interval old; raises like :meth:`_exchange`."""
         if time.monotonic() - self._polled_at >= self._poll_secs:
             self._exchange(None)
         return self.state
 
     def _exchange(self, state: MembershipState | None) -> MembershipState:
-        """Read the shared state; first write ``state`` unless another node has written meanwhile.
+        """Write ``state`` unless another node has written meanwhile; return the state then stored.
 
-        If this process or the store was suspended, the silence of other nodes may have been this
-        node's own. The others then get one expiry period to show that they are alive. In a store
-        that keeps leases, a node renews its lease instead of writing heartbeats; a node that has
-        lost its lease gets that period, too.
+        After this process or the store was suspended, other nodes seem silent although they may
+        live. Therefore no node is removed until they have had one expiry period to show a sign of
+        life. Each call also renews this node's lease, from which other nodes see that it is alive.
+
+        Args:
+            state: the new state; None: only read.
 
         Raises:
             RendezvousConnectionError: the store does not answer.
@@ -249,8 +265,8 @@ class StoreRendezvous:
             return False
         if gap_secs != float("inf"):
             return True
-        # The first poll has no predecessor. If no node has shown a sign of life for long, the store
-        # may have been suspended.
+        # At the first poll there is nothing to compare with. If no node at all has shown a sign of
+        # life for long, assume that the store was suspended.
         alive_at = [
             max(node.alive_at, self._alive_at.get(name, 0.0)) for name, node in state.nodes.items()
         ]
@@ -264,7 +280,7 @@ class StoreRendezvous:
             return bool(self._poll().closed)
 
     def outcome(self) -> str:
-        """Why the job has ended, as far as this node knows; empty if it has not."""
+        """Return why the job has ended, as far as this node knows; empty if it has not."""
         with suppress(RendezvousError):
             self.is_closed()
         return self.state.closed
@@ -279,7 +295,9 @@ class StoreRendezvous:
             newest = self.incarnations.read()
         if newest > own > 0:
             with suppress(RendezvousError):
-                self.is_closed()  # Reads the store: the newer start may never have formed
+                # Called because it reads the store: this node may have a place in the newer start,
+                # which then has not begun without it.
+                self.is_closed()
             if not self.has_place:
                 logger.error(
                     "the job continues as start %d without this node, which belongs to start %d",
@@ -295,11 +313,11 @@ class StoreRendezvous:
 
     @property
     def table(self) -> RendezvousStore:
-        """A table in the store for messages among the nodes of the last round."""
+        """The part of the store in which nodes of the same round exchange messages."""
         return self._store.with_prefix(f"run/{self._run_id}/{self.info.round}")
 
     def next_rendezvous(self) -> Agreement:
-        """Wait for a place in a round, and until the round is complete.
+        """Wait for a place in a round, and until the round is complete; return its agreement.
 
         Raises:
             RendezvousClosedError: the job has ended.
@@ -310,7 +328,7 @@ class StoreRendezvous:
             FencedError: another node has replaced this one.
         """
         self._stop_heartbeats()
-        # `_was_spare` keeps its value, because an empty store may have replaced the old one.
+        # `_was_spare` is not reset: if the store has lost its state, it shows what this node was.
         self._trains, self._store_error = False, None
         self._complete_again_at, self._has_warned = 0.0, False
         if self.state.agreement is None:
@@ -329,7 +347,9 @@ class StoreRendezvous:
         return agreement
 
     def num_nodes_waiting(self) -> int:
-        """Number of nodes that wait for this round's trainers to end; does not wait for the store.
+        """Return the number of nodes that wait until this round's trainers end.
+
+        The number is that of the last heartbeat; this method does not read the store.
 
         Raises:
             RendezvousConnectionError: the last heartbeat did not reach the store.
@@ -341,10 +361,11 @@ class StoreRendezvous:
         if has_place or (
             self.agreement is not None and self.rules.may_return(state, self.agreement)
         ):
-            # A node without a place in a full round becomes a spare with its next poll.
+            # In a full round a waiting node becomes a spare at its next poll, so none counts.
             waiting = 0 if self.is_full else self._joining(state)
             return waiting or int(self.is_scaled_down)
-        # The job continues, or forms a round, without this node, which has to join again.
+        # This node has lost its place: the others train or form a round without it. Report at least
+        # one waiting node, so that the agent ends the trainers and joins again.
         return max(1, len(state.with_role(Role.WAITS)))
 
     # -- joining -----------------------------------------------------------------------------------
@@ -359,7 +380,10 @@ class StoreRendezvous:
             raise replaced_error(self.incarnation, newest, by_another=self.is_full)
 
     def _join(self, is_leaving: bool) -> Agreement:
-        """Wait for a place. A spare waits until a node is lost.
+        """Wait for a place in a round. A spare waits until a node is lost.
+
+        Args:
+            is_leaving: whether this node was asked to leave the job.
 
         Raises:
             LeftError: this node was notified to leave, and the others no longer need it.
@@ -383,8 +407,8 @@ class StoreRendezvous:
                 if role is Role.NONE:
                     raise RendezvousTimeoutError
                 after = step(state, TrainersExited(self.node), self._now(), self.rules)
-            # `is_leaving` is older than `state`: if this node was removed for silence meanwhile, no
-            # other node knows any more that it leaves.
+            # `is_leaving` was read before this loop. The state may no longer say that this node
+            # leaves: the others may have removed the node because it was silent.
             is_idle = role is Role.SPARE and stays_spare and is_leaving
             if is_idle and self._is_dispensable(state):
                 self.submit(SpareLeft(self.node))
@@ -409,10 +433,11 @@ class StoreRendezvous:
             state = self._exchange(after)
 
     def _join_event(self, state: MembershipState) -> JoinRequested:
-        """This node's request for a place.
+        """Make this node's request for a place.
 
-        If the store has just lost that this node is a spare, it may also have lost which nodes
-        train. Those nodes write it again with their next heartbeats.
+        If the store has just lost the record that this node is a spare, it may also have lost which
+        nodes train. The request then says so (``forgotten``), and gets no place before those nodes
+        could restore the record by their heartbeats.
         """
         now, scaling = time.monotonic(), state.scaling
         replaces = scaling is not None and scaling.replaces
@@ -432,17 +457,21 @@ class StoreRendezvous:
         )
 
     def _wait_until(self, state: MembershipState) -> float | None:
-        """Time at which a round with enough nodes stops waiting for replacements of lost nodes."""
+        """Return when a round with enough nodes stops waiting for replacements of lost nodes.
+
+        Returns:
+            A time by the store's clock; None: the deadline of the round applies.
+        """
         if self.wait_secs is None or state.complete or state.deadline is None or not self._members:
             return None
         if len(state.participants) < len(set(self._members) - state.leaving):
             return self._round_left_at + min(self.wait_secs, _JOIN_SHARE * self._join_secs)
-        # The round has as many nodes as before: further nodes get the usual last call.
+        # As many nodes as before are present: wait for more only as long as any round does.
         self._complete_again_at = self._complete_again_at or self._now()
         return self._complete_again_at + self.rules.last_call_secs
 
     def _warn_missing_nodes(self, state: MembershipState) -> None:
-        """Warn once if trainers have ended and no round has formed within a heartbeat interval."""
+        """Warn once if too few nodes are present one heartbeat interval after the last round."""
         present = len(state.participants | state.members)
         required = self.rules.min_nodes
         waited_secs = self._now() - self._round_left_at
@@ -452,17 +481,18 @@ class StoreRendezvous:
             return
         self._has_warned = True
         logger.warning(
-            "%d of %d nodes are here; waiting up to %.0f s for `reft launch` on another node",
+            "%d of %d nodes are here. Start `reft launch` on another node, or again on a lost one, "
+            "within %.0f s. Keep the nodes that are here: they hold the job's memory",
             present,
             required,
             self._join_secs,
         )
 
     def _warn_other_nnodes(self, state: MembershipState) -> None:
-        """Warn once for each set of nodes whose ``--nnodes`` differs.
+        """Warn once for each set of nodes whose ``--nnodes`` differs from this node's.
 
-        Every node decides by its own ``--nnodes`` whether a round is complete, so some would wait
-        while others train.
+        Every node decides by its own ``--nnodes`` whether a round is complete, so with different
+        values some nodes would wait while others train.
         """
         nnodes = {node.node: node.nnodes for node in state.nodes.values() if node.nnodes}
         others = {node: value for node, value in nnodes.items() if value != self.info.nnodes}
@@ -471,7 +501,7 @@ class StoreRendezvous:
             logger.warning("%s", self.describe_other_nnodes())
 
     def describe_other_nnodes(self) -> str:
-        """Describe which nodes have another ``--nnodes`` than this one; empty if none has."""
+        """Describe which nodes have a different ``--nnodes`` than this one; empty if none has."""
         if not self.other_nnodes:
             return ""
         names = [f"node {node} with {value}" for node, value in sorted(self.other_nnodes.items())]
@@ -483,7 +513,10 @@ class StoreRendezvous:
         )
 
     def _is_dispensable(self, state: MembershipState) -> bool:
-        """Whether the others have committed without this node; until then they need its memory."""
+        """Whether the other nodes have committed a version in a later start, without this node.
+
+        Until then a recovery may need this node's memory.
+        """
         try:
             return state.complete and self.incarnations.committed() > self.incarnation
         except StoreError as error:
@@ -492,10 +525,10 @@ class StoreRendezvous:
     # -- while trainers run ------------------------------------------------------------------------
 
     def submit(self, event: Event, secs: float | None = None) -> None:
-        """Apply an event to the shared state.
+        """Apply an event to the shared state, and write that to the store if it changes.
 
         Args:
-            event: what happened.
+            event: the event.
             secs: time-out in seconds; None: the heartbeat's time-out.
 
         Raises:
@@ -505,17 +538,19 @@ class StoreRendezvous:
         deadline = time.monotonic() + timeout_secs
         with self._lock:
             state = self._poll()
-            # Repeated while other nodes write in between, until the event has no further effect.
+            # If another node has written meanwhile, apply the event to that node's state. The loop
+            # ends once the event has no further effect.
             while (after := step(state, event, self._now(), self.rules)) != state:
                 if time.monotonic() > deadline:
                     raise RendezvousTimeoutError
                 state = self._exchange(after)
 
     def note_sizes(self, sizes: Sizes) -> None:
-        """Share the numbers of nodes with which the job can train, taken from a new version.
+        """Write to the shared state with which numbers of nodes the job can train.
 
         Args:
-            sizes: the numbers; this method fills in the members.
+            sizes: the numbers, derived from a new version, without members: this method fills in
+                the launchers of this round.
 
         Raises:
             RendezvousError: the store does not answer.
@@ -523,7 +558,7 @@ class StoreRendezvous:
         members = self._members
         sizes = replace(sizes, members=members if sizes.groups else ())
         event = SizesKnown(self.info.round, len(members), sizes)
-        # Compared with the cached state first, so that the store is read only after a change.
+        # Try the event on the cached state first, so that the store is not read without a change.
         if step(self.state, event, self._now(), self.rules) != self.state:
             self.submit(event)
 
@@ -531,7 +566,7 @@ class StoreRendezvous:
         """Record that trainers refused to start with this round's number of nodes.
 
         Returns:
-            Whether another number may fit: more nodes than now, or a number that fitted before.
+            Whether another number may fit: a larger one, or one that fitted earlier.
 
         Raises:
             RendezvousError: the store does not answer.
@@ -567,7 +602,7 @@ class StoreRendezvous:
             self.newest_incarnation = self.incarnations.raise_to(self.incarnation)
             self._store_error = None
         except RendezvousTimeoutError:
-            pass  # The store was suspended and works again: the next heartbeat is in time
+            pass  # The store was suspended and answers again: the next heartbeat will succeed
         except (RendezvousError, AuthenticationError, StoreError) as error:
             self._store_error = str(error)
         if not self.state.is_empty:
@@ -577,7 +612,7 @@ class StoreRendezvous:
 
     @property
     def incarnation(self) -> int:
-        """Number of the last start in which this node took part; 0 if none."""
+        """Number of the last start of the job in which this node took part; 0 if none."""
         return 0 if self.agreement is None else self.agreement.incarnation
 
     @property
@@ -618,12 +653,15 @@ class StoreRendezvous:
 
     @property
     def fitting(self) -> tuple[int, ...]:
-        """Numbers of nodes that fit, as far as known."""
+        """Numbers of nodes with which the job can train, as far as known."""
         sizes = self.state.sizes or self._last_state.sizes or Sizes()
         return sizes.of(self.rules.min_nodes, self.rules.max_nodes)
 
     def _joining(self, state: MembershipState) -> int:
-        """Number of waiting nodes that enlarge the next round or were in this one."""
+        """Return the number of waiting nodes for which a new round is worth a restart.
+
+        These are nodes that lost their place in this round, or that make the next round larger.
+        """
         waiting, running = state.with_role(Role.WAITS), len(state.participants)
         if state.sizes is None or waiting.intersection(self._members):
             return len(waiting)
@@ -633,17 +671,17 @@ class StoreRendezvous:
 
     @property
     def is_scaled_down(self) -> bool:
-        """Whether nodes of this round were notified to leave."""
+        """Whether some nodes of the running round were asked to leave."""
         scaling = self.state.scaling
         return self._trains and scaling is not None and scaling.round == self.info.round
 
     @property
     def is_whole(self) -> bool:
-        """Whether all nodes of this round are present, so that no lost node ended it."""
+        """Whether all nodes of the last round are still present, so that none was lost."""
         return bool(self._members) and self.state.members.issuperset(self._members)
 
     def can_continue_without(self, gone: int) -> bool:
-        """Whether enough nodes remain, including waiting ones, if ``gone`` of this round end."""
+        """Whether enough nodes remain, waiting ones included, if ``gone`` of this round's leave."""
         state = self.state
         waiting = state.with_role(Role.SPARE, Role.WAITS) - state.leaving - set(self._members)
         left = len(self._members) - gone + len(waiting)
@@ -657,7 +695,7 @@ class StoreRendezvous:
 
     @property
     def stopped(self) -> dict[str, int]:
-        """Nodes of this round whose launchers were stopped, with the signal's number."""
+        """Nodes of this round whose launchers were stopped by a signal, with its number."""
         agreement, ends = self.agreement, self.state.ends
         if agreement is None or agreement != self.state.agreement:
             return {}
@@ -666,9 +704,9 @@ class StoreRendezvous:
 
     @property
     def has_lost_silent_node(self) -> bool:
-        """Whether a silent node was removed from the running round and enough nodes remain.
+        """Whether a node was removed from the running round for silence, and enough nodes remain.
 
-        False if another node has taken its place, or the store does not answer.
+        False if another node has taken the removed node's place, or the store does not answer.
         """
         state = self.state
         participants = state.participants
@@ -684,12 +722,12 @@ class StoreRendezvous:
 
 
 def replaced_error(own: int, newest: int, *, by_another: bool) -> FencedError:
-    """The error for a node that was cut off while the job continued.
+    """Make the error for a node that was cut off while the job continued without it.
 
     Args:
-        own: start of the job in which the node took part.
-        newest: start of the job that runs without it.
-        by_another: another node has its place; otherwise the job runs with fewer nodes.
+        own: number of the start of the job in which the node took part.
+        newest: number of the start that runs without it.
+        by_another: True if another node has its place, False if the job runs with fewer nodes.
     """
     how = "another node has replaced it" if by_another else "the job continued with fewer nodes"
     then = "be a spare" if by_another else "join it"
@@ -701,7 +739,7 @@ def replaced_error(own: int, newest: int, *, by_another: bool) -> FencedError:
 
 
 class IncarnationRecord:
-    """The newest start of the job, kept in the store. Safe to use from several threads."""
+    """Reads and writes the number of the job's newest start in the store. Thread-safe."""
 
     def __init__(self, store: RendezvousStore, job_id: str) -> None:
         self._store = store
@@ -709,29 +747,34 @@ class IncarnationRecord:
         self._committed_key = committed_key(job_id)
 
     def read(self) -> int:
-        """The newest start; 0 if there is none. Raises StoreError."""
+        """Return the number of the newest start; 0 if there is none. Raises StoreError."""
         return _parse_number(self._store.peek(self._key))
 
     def committed(self) -> int:
-        """The start that committed the newest version; 0 if none is known. Raises StoreError."""
+        """Return the number of the start that committed the newest version; 0 if none is known.
+
+        Raises:
+            StoreError: the store does not answer.
+        """
         value = self._store.peek(self._committed_key)
         return 0 if value is None else _parse_number(value.partition(b":")[0])
 
     def forget_committed(self) -> None:
-        """Delete the record of the newest version, because the job's memory is removed on purpose.
+        """Delete the store's record of the newest version, if the store answers.
 
-        Otherwise a later start would be refused because that version is missing. Best effort.
+        Call this when the job's memory is removed on purpose: otherwise a later start would be
+        refused because the recorded version is missing.
         """
         with suppress(StoreError):
             self._store.delete(self._committed_key)
 
     def raise_to(self, number: int) -> int:
-        """Record a start unless the store knows a newer one.
+        """Record the number of a start unless the store knows a greater one.
 
-        This also restores the number in a store that came back without its state.
+        This also restores the number in a store that was restarted without its state.
 
         Returns:
-            The newest start.
+            The number of the newest start.
 
         Raises:
             StoreError: the store does not answer.

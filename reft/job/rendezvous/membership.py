@@ -1,15 +1,16 @@
-"""The members of a job: which nodes train in a round, wait for one, are spares or must leave.
+"""Decides which nodes of a job train in a round, wait for one, are spares or have to leave.
 
-Only :func:`step` changes membership, and it is pure: it takes the shared state, an event and the
-time, and returns the next state. A node writes that state by compare-and-set
+A round is one start of the trainers on all participating nodes. Only :func:`step` changes
+membership. It is a pure function of the shared state, an event and the time, and returns the next
+state. The node writes that state to the store by compare-and-set
 (:mod:`reft.job.rendezvous.handler`). If two nodes step from the same state, one write succeeds; the
 other node repeats its step from the new state.
 
-It differs from TorchElastic's rendezvous in three points:
+This rendezvous differs from TorchElastic's in three points:
 
-- A node that was removed while it or the store was suspended takes its place again.
-- A spare (a node beyond the largest number) takes the place of a dead node only. It cannot displace
-  a healthy node between two rounds, which would put that node's memory out of the job's reach.
+- A node that was removed because it or the store was suspended takes its place again.
+- A spare (a node beyond the largest number of nodes) takes the place of a dead node only. It cannot
+  displace a healthy node between two rounds, whose memory would then be lost to the job.
 - A job changes its number of nodes on request. Nodes that leave become spares and keep their memory
   until the others have committed a version without them.
 """
@@ -32,24 +33,24 @@ from reft.relayout.sizes import Sizes
 
 @dataclass(frozen=True)
 class NodeInfo:
-    """What one node brings into a round."""
+    """The report that a node submits when it joins a round."""
 
     node: str  # Node id
-    workers: int  # Number of its trainers
+    workers: int  # Number of trainers of the node
     rank_stride: int = 0  # Stride of the round-robin rank assignment (`deal_ranks`)
-    restarts_renew: bool = False  # Restarts are counted since the last new version
+    restarts_renew: bool = False  # Whether each new version resets the count of used restarts
     round: int = 0  # Last round in which this launcher took part; 0: none
     size: int = 0  # Number of nodes of that round
     restarts_used: int = 0  # Restarts that the job had used up to that round
     known_step: int = -1  # Newest committed step that any node of that round knew; -1: none
     newest_step: int = -1  # Newest committed step that this node knows now; -1: none
     incarnation: int = 0  # Number of the newest start of the job that this node knows
-    cause: ExitCause | None = None  # Why its trainers of that round failed; None: they did not
-    failure: str = ""  # The same as a message
-    nnodes: str = ""  # Its ``--nnodes``; empty: unknown
+    cause: ExitCause | None = None  # Why the node's trainers failed in that round; None: no failure
+    failure: str = ""  # Message that describes the failure
+    nnodes: str = ""  # Value of ``--nnodes`` on the node; empty: unknown
 
     def after(self, agreement: Agreement) -> NodeInfo:
-        """What this node brings into the next round, unless its trainers fail in this one."""
+        """Return the node's report for the round after ``agreement``'s, as yet without failure."""
         return replace(
             self,
             round=agreement.round,
@@ -64,23 +65,23 @@ class NodeInfo:
 
 @dataclass(frozen=True)
 class Agreement:
-    """The outcome of a rendezvous, equal on all nodes. Tuples are in the order of group ranks."""
+    """What the nodes agreed on for one round, equal on all nodes. Tuples are by group rank."""
 
     round: int  # 1 for the first start of the trainers; each restart adds 1
     members: tuple[str, ...]  # Names of the launchers
     nodes: tuple[str, ...]  # Node ids
     workers: tuple[int, ...]  # Number of trainers of each node
-    restarts_used: int  # Restarts of ``--max-restarts`` that the whole job has used
+    restarts_used: int  # Restarts of the whole job so far that count against ``--max-restarts``
     known_step: int  # Newest committed step that any of the nodes knows; -1: none
-    # Number of this start of the job, greater than any that a node or the store knows. A node with
-    # a smaller number was replaced and is refused.
+    # Number of this start of the job, greater than any that a node or the store knew before. A node
+    # that still runs a smaller number was cut off and replaced, and is refused.
     incarnation: int = 1
-    failures: tuple[str, ...] = ()  # Why trainers of the last round failed, on remaining nodes
+    failures: tuple[str, ...] = ()  # Why the last round failed, as the remaining nodes report
     refused: tuple[str, ...] = ()  # Members that must end: another launcher has their node id
     rank_stride: int = 0  # Stride of the round-robin rank assignment
 
     def nodes_without(self, members: Collection[str]) -> tuple[str, ...]:
-        """Ids of the nodes whose launchers are not among ``members``."""
+        """Return the ids of the nodes whose launchers are not among ``members``."""
         return tuple(
             node
             for node, member in zip(self.nodes, self.members, strict=True)
@@ -89,24 +90,24 @@ class Agreement:
 
 
 def agree(infos: Mapping[str, NodeInfo], before: Agreement | None = None) -> Agreement:
-    """Compute a round from what its members bring.
+    """Compute the agreement of a round from the reports of its members.
 
-    A round that ended with a failure of its own uses one restart of the job, however many nodes
-    failed in it. A round that ended because a node vanished or joined uses none.
+    If the last round ended because the script failed, that uses one restart of the job, however
+    many nodes failed. If it ended because a node vanished or joined, that uses none.
 
     Args:
-        infos: what each launcher brings, by launcher name in the order of group ranks.
-        before: the newest known round, whichever nodes took part in it.
+        infos: the members' reports by launcher name, in the order of group ranks.
+        before: agreement of the newest known round, whichever nodes took part in it.
     """
     all_infos = tuple(infos.values())
     last_round = max(info.round for info in all_infos)
-    # Nodes that missed the last round are ignored: their counts and failures are older.
+    # Ignore nodes that missed the last round: their counts and failures are older.
     last = [info for info in all_infos if info.round == last_round and last_round]
     causes = {info.cause for info in last}
     node_vanished = bool(last) and len(last) < last[0].size
-    # Trainers that ended well are to blame only if their peers failed for lack of them.
+    # Trainers that ended well caused the failure only if other ranks failed because they lost them.
     ended_early = ExitCause.ENDED in causes and ExitCause.PEER in causes
-    # An abort without a message came from a watchdog if a peer is gone, otherwise from a bug.
+    # An unexplained abort is a watchdog's if a node has vanished, and otherwise the script's fault.
     is_own = ExitCause.OWN in causes
     if (ExitCause.UNCLEAR in causes or ended_early) and not node_vanished:
         is_own = True
@@ -133,7 +134,7 @@ def agree(infos: Mapping[str, NodeInfo], before: Agreement | None = None) -> Agr
 def _describe_failures(
     infos: list[NodeInfo], *, ended_early: bool, node_vanished: bool
 ) -> tuple[str, ...]:
-    """Describe a round's failures: only the causes, or the consequences if no cause is known."""
+    """Describe why a round failed: by its causes, or by the consequences if no cause is known."""
     causes = [ExitCause.OWN, ExitCause.UNCLEAR]
     if ended_early:
         causes.append(ExitCause.ENDED)
@@ -144,7 +145,7 @@ def _describe_failures(
 
 
 def duplicate_nodes(infos: Mapping[str, NodeInfo]) -> list[list[str]]:
-    """Launchers that claim to be the same node, grouped by node."""
+    """Return the names of launchers that use the same node id, one list for each such id."""
     launchers: dict[str, list[str]] = defaultdict(list)
     for name, info in infos.items():
         launchers[info.node].append(name)
@@ -152,7 +153,10 @@ def duplicate_nodes(infos: Mapping[str, NodeInfo]) -> list[list[str]]:
 
 
 def _refused(names: list[str], infos: Mapping[str, NodeInfo]) -> list[str]:
-    """Of launchers with one node id, those that must end; a launcher that trains keeps the id."""
+    """Return which of several launchers with the same node id must end.
+
+    The one that took part in the latest round keeps the id; if there is none, all must end.
+    """
     first, second, *others = sorted(names, key=lambda name: -infos[name].round)
     return [second, *others] if infos[first].round > infos[second].round else names
 
@@ -160,10 +164,10 @@ def _refused(names: list[str], infos: Mapping[str, NodeInfo]) -> list[str]:
 class Role(StrEnum):
     """What a node does in the job."""
 
-    NONE = ""  # No place in a round; a member between two rounds has this role
-    TRAINS = "trains"  # It takes part in the running or forming round
-    WAITS = "waits"  # It waits for the next round
-    SPARE = "spare"  # It waits until a node is lost
+    NONE = ""  # Has no place in a round, or is a member whose trainers have ended
+    TRAINS = "trains"  # Takes part in the running or forming round
+    WAITS = "waits"  # Waits for the next round, which will have a place for it
+    SPARE = "spare"  # Waits until a node is lost
 
 
 class Node(NamedTuple):
@@ -171,13 +175,13 @@ class Node(NamedTuple):
 
     role: Role = Role.NONE
     alive_at: float = 0.0  # Last sign of life, in seconds since 1970 by the store's clock
-    # It took part in the last complete round and was not removed since. It keeps its place between
-    # two rounds.
+    # Whether the launcher took part in the last complete round and was not removed since. A member
+    # keeps its place between two rounds.
     is_member: bool = False
-    leaving: bool = False  # It was notified to leave the job, and is still present
-    info: NodeInfo | None = None  # What it brings into the forming round
-    node: str = ""  # Its node id
-    nnodes: str = ""  # Its ``--nnodes``; empty: unknown
+    leaving: bool = False  # Whether it was asked to leave the job, and has not left yet
+    info: NodeInfo | None = None  # Its report for the round that forms
+    node: str = ""  # Node id
+    nnodes: str = ""  # Value of ``--nnodes``; empty: unknown
 
 
 @dataclass(frozen=True)
@@ -185,23 +189,25 @@ class GrantedScale:
     """The newest ``reft scale`` request that was granted."""
 
     number: int  # Number of the request
-    nodes: int  # Number of nodes that the job is to have
-    limit: int  # Most nodes of the next round; nodes leave in steps that the job survives
+    nodes: int  # Requested number of nodes
+    limit: int  # Largest number of nodes in the next round; lowered in steps that the job survives
     without: tuple[str, ...] = ()  # Ids of the nodes that leave first
-    round: int = -1  # Round in which leaving nodes were notified; -1: none yet
-    replaces: bool = False  # Waiting nodes take the places of those that leave
+    round: int = -1  # Round in which nodes were last asked to leave; -1: none yet
+    replaces: bool = False  # Whether waiting nodes take the places of the leaving nodes
 
 
 @dataclass
 class MembershipState:
     """The state that the nodes of a job share."""
 
-    agreement: Agreement | None = None  # The newest round; None: there was none
-    complete: bool = False  # The round runs; otherwise the next one forms
+    agreement: Agreement | None = None  # Agreement of the newest round; None: there was none
+    complete: bool = False  # True while that round runs, False while the next one forms
     closed: str = ""  # Why the job has ended; empty: it has not
-    deadline: float | None = None  # When a round forms from the present nodes, if they are enough
+    # Time at which the forming round stops waiting for more nodes; None: too few are present
+    deadline: float | None = None
     nodes: dict[str, Node] = field(default_factory=dict)  # By launcher name
-    # Members of the running round that have ended: 0 if well, else the signal to their launcher
+    # Launchers of the running round that have ended: 0 if trainers ended well, otherwise the signal
+    # that stopped the launcher
     ends: dict[str, int] = field(default_factory=dict)
     scaling: GrantedScale | None = None  # None: as many nodes train as ``--nnodes`` allows
     sizes: Sizes | None = None  # Numbers of nodes with which the job can train; None: unknown
@@ -219,12 +225,12 @@ class MembershipState:
 
     @property
     def participants(self) -> set[str]:
-        """Nodes of the running round that were not removed, or nodes of the forming round."""
+        """Launchers in the running round that were not removed; or those in the forming round."""
         return self.with_role(Role.TRAINS)
 
     @property
     def members(self) -> set[str]:
-        """Nodes that keep a place between two rounds."""
+        """Launchers that keep a place between two rounds."""
         return {name for name, node in self.nodes.items() if node.is_member}
 
     @property
@@ -233,13 +239,13 @@ class MembershipState:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the store has lost the state, or no node has joined yet."""
+        """Whether no node has joined yet, or the store has lost its state."""
         has_nodes = bool(self.with_role(Role.TRAINS, Role.WAITS))
         return not (self.complete or self.closed or self.agreement or has_nodes)
 
     @property
     def is_between_rounds(self) -> bool:
-        """Whether a node has left its round, and may join the next."""
+        """Whether a member's trainers have ended, so that a new round is about to form."""
         return any(node.is_member and node.role is not Role.TRAINS for node in self.nodes.values())
 
 
@@ -252,10 +258,10 @@ def encode_state(state: MembershipState) -> bytes:
 
 
 def decode_state(data: bytes) -> MembershipState:
-    """Read what :func:`encode_state` wrote.
+    """Decode a state that :func:`encode_state` has encoded.
 
-    The format is JSON: TorchElastic unpickles its state, so a process that writes it can run code
-    on every node (P11).
+    The format is JSON rather than pickle, as in TorchElastic: whoever can write a pickle into the
+    store can run code on every node (P11).
 
     Raises:
         RendezvousStateError: ``data`` is not such a state.
@@ -280,15 +286,15 @@ class JobRules:
     max_nodes: int  # Most nodes of a round
     last_call_secs: float  # How long a round with enough nodes waits for more
     heartbeat_secs: float  # Interval between heartbeats
-    max_missed_heartbeats: int  # A node that misses more is removed
+    max_missed_heartbeats: int  # Number of intervals without a heartbeat before a node is removed
 
     @property
     def expiry_secs(self) -> float:
-        """Largest age of a node's last sign of life, in seconds."""
+        """Age in seconds of a node's last sign of life at which the node is removed."""
         return self.heartbeat_secs * self.max_missed_heartbeats
 
     def limit(self, state: MembershipState) -> int:
-        """Most nodes of a round, after the last ``reft scale``."""
+        """Return the largest number of nodes in a round, after the last ``reft scale``."""
         if state.scaling is None:
             return self.max_nodes
         return max(self.min_nodes, min(self.max_nodes, state.scaling.limit))
@@ -299,17 +305,17 @@ class JobRules:
     def may_return(self, state: MembershipState, agreement: Agreement) -> bool:
         """Whether a node that has lost its place in a round may take it again.
 
-        It may if that round still runs without it, or if the store came back empty.
+        It may if that round still runs with a free place, or if the store has lost its state.
         """
         is_same = state.complete and state.agreement == agreement
         has_room = len(state.participants) < self.max_nodes
         return state.is_empty or (is_same and has_room)
 
     def capacity(self, state: MembershipState, name: str, info: NodeInfo) -> int:
-        """Number of nodes that may train, as one of them computes it.
+        """Return the number of places for nodes that train or wait, seen by the node ``name``.
 
-        While a round runs, this is the largest number of present nodes that fits. A node that left
-        this round comes back; any other node waits until it makes the round larger.
+        It is the limit on nodes, with one exception: while a round runs, a node that was not in it
+        gets a place only if the job can train on more nodes with it.
         """
         limit = self.limit(state)
         if state.sizes is None or not state.complete or info.round == state.round:
@@ -322,16 +328,16 @@ class JobRules:
 
 
 class StateRead(NamedTuple):
-    """A node has read the state."""
+    """A node has read the state; silent nodes are removed."""
 
     node: str
-    alive: Mapping[str, float]  # Last sign of life of other nodes, from their leases
+    alive: Mapping[str, float]  # Time of the last sign of life of each node that holds a lease
     ended: frozenset[str]  # Nodes whose launchers have ended
-    trusts: bool  # Silent nodes are dead; False if this node or the store may have been suspended
+    trusts: bool  # Whether silence proves death: neither this node nor the store was suspended
 
 
 class TrainersExited(NamedTuple):
-    """The node's trainers have ended, or it gave up waiting: it is in no round."""
+    """The node is in no round: its trainers have ended, or it gave up waiting for a place."""
 
     node: str
 
@@ -341,27 +347,28 @@ class JoinRequested(NamedTuple):
 
     node: str
     info: NodeInfo
-    # The store has just lost that the node is a spare, and perhaps also which nodes train
+    # Whether the store has just lost that the node is a spare, and perhaps also which nodes train
     forgotten: bool = False
-    alone: bool = False  # No other node has waited for a while
-    # When to stop waiting for replacements of lost nodes; None: at the deadline of the round
+    # Whether this node is to be replaced, and no node that could replace it has waited for 5 s
+    alone: bool = False
+    # Time at which to stop waiting for replacements of lost nodes; None: the round's deadline
     wait_until: float | None = None
 
 
 class Heartbeat(NamedTuple):
-    """The node is alive. The other fields restore a store that has lost its state."""
+    """The node is alive. The other fields restore the state if the store has lost it."""
 
     node: str
-    agreement: Agreement | None = None  # The round of its trainers; None: they do not run
+    agreement: Agreement | None = None  # Agreement of the node's running round; None: none runs
     scaling: GrantedScale | None = None
     sizes: Sizes | None = None
 
 
 class NodeFinished(NamedTuple):
-    """The node's trainers have ended well, or its launcher was stopped by ``signal``."""
+    """The node's trainers have ended well, or a signal has stopped its launcher."""
 
     node: str
-    signal: int = 0
+    signal: int = 0  # Number of the stop signal; 0: the trainers ended well
 
 
 class SpareLeft(NamedTuple):
@@ -377,19 +384,20 @@ class JobClosed(NamedTuple):
 
 
 class ScaleRequested(NamedTuple):
-    """``reft scale`` requests another number of nodes, or other nodes.
+    """``reft scale`` requests a new number of nodes, or the replacement of some nodes.
 
-    Additional nodes may join at once. Surplus nodes leave when they are notified.
+    Additional nodes may join at once. Surplus nodes leave only when they are asked to
+    (:class:`LeaveNotified`).
     """
 
-    number: int
-    nodes: int
-    without: tuple[str, ...]
+    number: int  # Number of the request; greater for later requests
+    nodes: int  # Requested number of nodes
+    without: tuple[str, ...]  # Ids of nodes that leave
     running: int  # Number of nodes that train
 
 
 class LeaveNotified(NamedTuple):
-    """The nodes with these group ranks are notified to leave."""
+    """The nodes with these group ranks are asked to leave the job."""
 
     ranks: tuple[int, ...]
     running: int  # Number of nodes that train
@@ -398,12 +406,12 @@ class LeaveNotified(NamedTuple):
 class ScaleCancelled(NamedTuple):
     """A request that was carried out in part is cancelled: the job keeps its number of nodes."""
 
-    number: int
+    number: int  # Number of the request
     running: int  # Number of nodes that train
 
 
 class SizesKnown(NamedTuple):
-    """A version shows with how many nodes the job can train."""
+    """A new version has shown with which numbers of nodes the job can train."""
 
     round: int  # Round in which the version was taken
     nodes: int  # Number of nodes of that round
@@ -433,11 +441,11 @@ Event = (
 
 
 def step(state: MembershipState, event: Event, now: float, rules: JobRules) -> MembershipState:
-    """The state after an event; equal to ``state`` if the event changes nothing.
+    """Return the state after an event; equal to ``state`` if the event changes nothing.
 
     Args:
-        state: the state before; it is not modified.
-        event: what happened.
+        state: the state before the event; it is not modified.
+        event: the event.
         now: seconds since 1970, by the store's clock.
         rules: options of the job.
     """
@@ -480,7 +488,7 @@ def _set(state: MembershipState, name: str, **changes: object) -> None:
 
 
 def _participants_left(state: MembershipState, rules: JobRules) -> None:
-    """Update the round after nodes have left it."""
+    """Mark a running round without nodes as ended; stop the countdown of one with too few."""
     left = len(state.participants)
     if state.complete and not left:
         state.complete = False
@@ -497,8 +505,8 @@ def _read(state: MembershipState, event: StateRead, now: float, rules: JobRules)
         _update_members(state, rules)
     if not event.trusts:
         return
-    # While a round ends, nodes whose launchers have ended are removed at once, so that waiting
-    # nodes take their places without waiting for the heartbeats to expire.
+    # While a round ends, remove nodes whose launchers have ended without waiting for the heartbeats
+    # to expire, so that waiting nodes can take their places at once.
     ended = event.ended if state.is_between_rounds else frozenset[str]()
     expired = now - rules.expiry_secs
     lost = {name for name, node in state.nodes.items() if node.alive_at < expired or name in ended}
@@ -511,9 +519,9 @@ def _read(state: MembershipState, event: StateRead, now: float, rules: JobRules)
 
 
 def _update_members(state: MembershipState, rules: JobRules) -> None:
-    """While a round runs, its nodes are members; others lose their place if the round is full."""
+    """Make the nodes of the running round members; if it is full, no other node stays one."""
     scaling = state.scaling
-    # Once nodes were notified to leave, the limit applies to the next round.
+    # Once nodes were asked to leave, the lowered limit applies to the next round, not to this one.
     is_notified = scaling is not None and scaling.round == state.round
     is_full = rules.is_full(state) and not is_notified
     for name, node in state.nodes.items():
@@ -537,7 +545,7 @@ def _heartbeat(state: MembershipState, event: Heartbeat, now: float, rules: JobR
 
 
 def _keep_alive(state: MembershipState, name: str, now: float, rules: JobRules) -> bool:
-    """Renew a sign of life older than a heartbeat interval; returns whether it was renewed."""
+    """Renew a node's sign of life if it is older than a heartbeat interval; return whether so."""
     is_known = state.role(name) is not Role.NONE
     is_due = is_known and state.nodes[name].alive_at <= now - rules.heartbeat_secs
     if is_due:
@@ -552,8 +560,8 @@ def _join(state: MembershipState, event: JoinRequested, now: float, rules: JobRu
     capacity = rules.capacity(state, name, event.info)
     taken = (state.members | trains | state.with_role(Role.WAITS)) - leaving
     is_free = len(taken) < capacity and _may_take_place(state, event) and not event.forgotten
-    # A node that missed the restart of a full round must not block the others, even if it was a
-    # member.
+    # A node that missed the restart must not block a round that is full without it, even if it was
+    # a member.
     is_surplus = state.complete and name not in trains and len(trains - leaving) >= capacity
     if not is_free and (name not in taken or is_surplus):
         if role is not Role.SPARE and not (event.forgotten and state.is_empty):
@@ -561,7 +569,7 @@ def _join(state: MembershipState, event: JoinRequested, now: float, rules: JobRu
         elif role is Role.SPARE:
             _keep_alive(state, name, now, rules)
         return
-    # While a round runs, a node may wait for a larger one.
+    # While a round runs, nodes may wait for a larger round than the current limit allows.
     limit = rules.max_nodes if state.complete else rules.limit(state)
     if role is Role.SPARE:
         if len(trains) == limit:
@@ -571,16 +579,17 @@ def _join(state: MembershipState, event: JoinRequested, now: float, rules: JobRu
         _join(state, event, now, rules)
         return
     if name in leaving:
-        _set(state, name, leaving=False)  # Another node was lost, so this one has to stay
+        _set(state, name, leaving=False)  # The place is free because another node was lost: stay
     _take_place(state, event, now, rules, limit)
 
 
 def _may_take_place(state: MembershipState, event: JoinRequested) -> bool:
-    """Whether a free place is for this node while others leave.
+    """Whether the node that requests a free place may have it, while nodes are leaving.
 
-    If nodes leave without replacement, a free place means that another node was lost; the place
-    goes to one of those that leave. If they are replaced, it goes to a waiting node, or back to a
-    leaving one if no other node has waited for a while.
+    - If the leaving nodes are not replaced, a free place means that another node was lost. Only a
+      leaving node may take it, and then stays.
+    - If they are replaced, a node that does not leave may take the place; a leaving node may take
+      it back if no other node has waited for a while.
     """
     leaving, scaling = state.leaving, state.scaling
     if not leaving:
@@ -601,7 +610,7 @@ def has_replacement(state: MembershipState) -> bool:
 def _take_place(
     state: MembershipState, event: JoinRequested, now: float, rules: JobRules, limit: int
 ) -> None:
-    """Let a node wait for the next round, or add it to the forming round."""
+    """Let a node wait for the next round while one runs; otherwise add it to the forming round."""
     name, role, count = event.node, state.role(event.node), len(state.participants)
     if state.complete:
         if role is Role.NONE:
@@ -627,10 +636,10 @@ def _take_place(
 
 
 def _complete(state: MembershipState, now: float, rules: JobRules, limit: int) -> None:
-    """Complete the round with the nodes that fit; the others become spares.
+    """Complete the forming round with as many nodes as can train; the others become spares.
 
-    The round is postponed if no number of nodes fits, or if two launchers claim the same node and
-    one of them may be dead.
+    The deadline is postponed instead if the job cannot train on any possible number of nodes, or if
+    two launchers use the same node id and one of them may be dead.
     """
     present = sorted(state.participants)
     staying = frozenset(present)
@@ -661,7 +670,7 @@ def _note_sizes(state: MembershipState, event: SizesKnown | SizeRejected) -> Non
     if isinstance(event, SizeRejected):
         state.sizes = sizes.refusing(event.nodes)
     elif state.complete and state.round == event.round:
-        # This number of nodes has taken a version, so it is no longer refused.
+        # A version was taken on this number of nodes, so it counts as refused no longer.
         refused = tuple(number for number in sizes.refused if number != event.nodes)
         state.sizes = replace(event.sizes, refused=refused)
 
@@ -696,7 +705,7 @@ def _notify_leaving(state: MembershipState, event: LeaveNotified) -> None:
     staying = tuple(name for rank, name in enumerate(members) if rank not in event.ranks)
     sizes = None if scaling.replaces else state.sizes
     if sizes is not None and sizes.staying(staying, 1, len(staying)) is None:
-        return  # No number of the remaining nodes fits, or they could not recover the version
+        return  # The job cannot train on the remaining nodes, or they could not recover its state
     for name in set(members) - set(staying):
         _set(state, name, leaving=True)
     limit = event.running if scaling.replaces else event.running - len(event.ranks)

@@ -1,13 +1,13 @@
-"""Changes of the number of nodes on request: ``reft scale``, or SIGUSR1 to a launcher.
+"""Changes the number of nodes on request: ``reft scale``, or SIGUSR1 to a launcher.
 
-A request is a file in the job's memory on any node that trains. The launcher of that node checks
-it, and enters it into the state that all nodes share
+A request is a file in the job's memory directory on any node that trains. The launcher of that node
+checks the request, and enters it into the state that all nodes share
 (:class:`reft.job.rendezvous.membership.GrantedScale`).
 
-- More nodes: spares find free places and join as any node does.
-- Fewer nodes: the launcher of the first node notifies as many nodes to leave as the job can lose,
-  because their memory goes with them. When the others have committed a version without them, it
-  notifies the next nodes.
+- More nodes: the limit is raised, and spares take the new places as any node joins.
+- Fewer nodes: nodes leave in steps. A leaving node takes its part of the state with it, so the
+  launcher of the first node asks only as many nodes to leave as the job can lose at once. When the
+  remaining nodes have committed a version without them, it asks the next ones.
 - The same number, with nodes to be replaced: in the next round, waiting nodes take the places of
   the nodes that leave.
 
@@ -59,10 +59,11 @@ from reft.relayout.sizes import Sizes, find_job_sizes
 logger = logging.getLogger(__name__)
 
 TOLERANCE_SECS = 60.0
-"""How long a request waits, in each start of the job, until the job can lose the nodes that leave.
+"""Longest time that a request waits, in each start of the job, until the job can lose the nodes
+that leave.
 
-That may take the first version, the replacement of a lost node, or new reports of the launchers
-after the store has lost them.
+The request may have to wait for the first version, for the replacement of a lost node, or, if the
+store was restarted, for new status reports of the launchers.
 """
 _WHAT_TO_DO = (
     "`reft status` says which nodes are gone and what is not protected. Start `reft launch` again "
@@ -77,8 +78,8 @@ class Scaler:
     Args:
         rendezvous: this node's side of the rendezvous.
         options: options of the launcher.
-        path: directory of the job's memory on this node.
-        board: status of all nodes.
+        path: the job's memory directory on this node.
+        board: the status reports of all nodes.
         signals: signals of the launcher; SIGUSR1 requests that this node leaves.
     """
 
@@ -95,9 +96,11 @@ class Scaler:
         self._path = path
         self._board = board
         self._signals = signals
-        self._handled = self._stat()  # An older request was handled by an earlier launcher
+        # A request file that already exists at the start counts as handled by an earlier launcher.
+        self._handled = self._stat()
         self._request: ScaleRequest | None = None  # The request that is being carried out
-        self._waiting: tuple[Any, int] | None = None  # A waiting request file, and the incarnation
+        # File of the request that waits, and the start of the job in which it began to wait
+        self._waiting: tuple[Any, int] | None = None
         self._waiting_since = 0.0
         self._noted: ReportBoard | None = None
 
@@ -105,7 +108,7 @@ class Scaler:
         """Accept a new request, and continue an accepted one; errors are retried at the next poll.
 
         Args:
-            agreement: the running round.
+            agreement: what the nodes agreed on for the running round.
             group_rank: group rank of this node.
         """
         try:
@@ -118,7 +121,7 @@ class Scaler:
             logger.debug("scaling: %s", error)
 
     def left(self) -> None:
-        """Mark the request as done after this node has left the job."""
+        """Record, when this node has left the job, that the request was carried out."""
         if self._request is not None:
             self._answer(self._request.nodes, done=True)
 
@@ -148,7 +151,11 @@ class Scaler:
         )
 
     def _note_sizes(self, agreement: Agreement) -> None:
-        """Share the numbers of nodes with which the job can train, as its newest version shows."""
+        """Write to the shared state with which numbers of nodes the job can train.
+
+        The numbers follow from the newest version. They are computed again when the status reports
+        of the nodes have changed.
+        """
         if self._board.board is self._noted and self._rendezvous.state.sizes is not None:
             return
         self._noted = self._board.board
@@ -172,14 +179,14 @@ class Scaler:
         if request_file == self._handled:
             return
         request = read_request(self._path)
-        # is_closed() reads the store, which makes the number of spares current.
+        # is_closed() is called because it reads the store, which updates the number of spares.
         if request is None or self._rendezvous.is_closed():
             self._handled = request_file
             return
         situation = self._situation(agreement)
         missing = shortfall(request, situation)
         reason = refusal(request, situation)
-        # Before the first version, a waiting node may not have reached the store yet.
+        # Before the first version a refusal is not final: spares may not have joined yet.
         may_change = situation.tolerance is None or not reason
         if missing and may_change and self._may_wait((request_file, agreement.incarnation)):
             self._report_waiting(request, len(agreement.nodes), missing)
@@ -189,7 +196,7 @@ class Scaler:
         if not reason:
             granted = self._submit(request, agreement)
             if granted is None or granted.number < request.number:
-                return  # The round has ended meanwhile: the next round takes the request
+                return  # The round has ended meanwhile: try again in the next one
             if granted.number > request.number:
                 reason = (
                     "another node made a later request: repeat this one, and synchronise the "
@@ -199,14 +206,18 @@ class Scaler:
         self._answer_first(request, agreement, reason)
 
     def _may_wait(self, request: tuple[Any, int]) -> bool:
-        """Whether a request that the job cannot survive now may wait longer in this start."""
+        """Whether a request that the job would not survive now may wait longer.
+
+        Args:
+            request: identity of the request file, and number of this start of the job.
+        """
         now = time.monotonic()
         if self._waiting != request:
             self._waiting, self._waiting_since = request, now
         return now - self._waiting_since < TOLERANCE_SECS
 
     def _submit(self, request: ScaleRequest, agreement: Agreement) -> GrantedScale | None:
-        """Enter a request into the shared state; returns the newest request in it afterwards."""
+        """Enter a request into the shared state; return the newest request that is then in it."""
         running = len(agreement.nodes)
         self._rendezvous.submit(
             ScaleRequested(request.number, request.nodes, request.without, running)
@@ -214,9 +225,9 @@ class Scaler:
         return self._rendezvous.state.scaling
 
     def _answer_first(self, request: ScaleRequest, agreement: Agreement, reason: str) -> None:
-        """Accept a request, or refuse it if there is a reason."""
+        """Write the first answer to a request: accepted, or refused if there is a ``reason``."""
         running = len(agreement.nodes)
-        self._board.warn()  # Clears the warning that the request waits
+        self._board.warn()  # Clears the status warning that the request waits
         if reason:
             logger.warning("the job does not go to %d nodes: %s", request.nodes, reason)
             self._answer(running, refused=reason)
@@ -231,7 +242,7 @@ class Scaler:
         self._answer(running)
 
     def _report_waiting(self, request: ScaleRequest, running: int, missing: str) -> None:
-        """Report that the request waits; repeated only if the reason changes."""
+        """Report that the request waits, once for each reason (``missing``)."""
         text = (
             f"the request for {request.nodes} nodes waits, up to {TOLERANCE_SECS:.0f} s: {missing}"
         )
@@ -246,7 +257,7 @@ class Scaler:
     # -- carrying it out ---------------------------------------------------------------------------
 
     def _notify_leaving(self, agreement: Agreement) -> None:
-        """On the first node: notify the next nodes to leave if the job survives their loss."""
+        """Ask the next nodes to leave if the job survives their loss; called on the first node."""
         nodes, scaling = agreement.nodes, self._rendezvous.state.scaling
         if scaling is None or self._rendezvous.state.leaving:
             return
@@ -286,7 +297,7 @@ class Scaler:
             self._answer(running, refused=f"no node took the place of {', '.join(staying)}")
 
     def _cancel_if_stuck(self, request: ScaleRequest, agreement: Agreement) -> None:
-        """Cancel a request that was carried out in part if no further step is possible."""
+        """Cancel a request for fewer nodes if no more nodes can ever leave."""
         running = len(agreement.nodes)
         if running <= request.nodes:
             return
@@ -306,7 +317,7 @@ class Scaler:
             self._request = None
 
     def _stat(self) -> Any:
-        """Identify the request file by time and inode; None if there is none."""
+        """Return modification time and inode, which identify a request file; None without one."""
         try:
             info = (self._path / REQUEST_FILE).stat()
         except OSError:
@@ -319,26 +330,27 @@ class Scaler:
 
 @dataclass(frozen=True)
 class ScaleSituation:
-    """The facts by which a request is judged."""
+    """The facts about the running job by which a request is judged."""
 
-    min_nodes: int  # From ``--nnodes``
-    max_nodes: int
+    min_nodes: int  # Smallest number of nodes, from ``--nnodes``
+    max_nodes: int  # Largest number of nodes, from ``--nnodes``
     nodes: tuple[str, ...]  # Ids of the nodes that train
     spares: int  # Number of waiting nodes
     workers: int  # Trainers of each node
     tolerance: int | None  # Node losses that the job survives now; None: nothing is committed yet
-    degrees: Degrees | None = None  # Degrees of the newest version; None: unknown
-    parities: Scheme | None = None  # The requested protection, if it stores parities
-    size: Size | None = None  # What limits the data-parallel degree; None: unknown
-    # Which nodes hold which parts of the newest version, by group rank; None: unknown
+    degrees: Degrees | None = None  # Parallel degrees of the newest version; None: unknown
+    parities: Scheme | None = None  # The requested protection scheme; None if it has no parities
+    size: Size | None = None  # Limits of the data-parallel degree; None: unknown
+    # Nodes that hold each part of the newest version, by group rank; None: unknown
     sizes: Sizes | None = None
 
     def reason_against(self, nodes: int, *, asked: bool = False) -> str:
-        """Why the job cannot train on a number of nodes; empty if it can, as far as known.
+        """Return why the job cannot train on a number of nodes; empty if no reason is known.
 
         Args:
             nodes: number of nodes.
-            asked: a user requests this number, although the job could keep its own.
+            asked: True if a user requests this number. Then it is also refused if the job could
+                train on it, but with different results than now.
         """
         if self.degrees is None:
             return ""
@@ -365,7 +377,7 @@ class ScaleSituation:
         return ""
 
     def path_to(self, nodes: int) -> tuple[int, ...]:
-        """Numbers of nodes that the job can have on its way down to ``nodes``, in rising order."""
+        """Return numbers of nodes on the way down to ``nodes`` that can train, in rising order."""
         return tuple(
             number
             for number in range(nodes, len(self.nodes))
@@ -374,7 +386,7 @@ class ScaleSituation:
 
 
 def refusal(request: ScaleRequest, situation: ScaleSituation) -> str:
-    """Why a request can never be carried out; empty if it can."""
+    """Return why a request can never be carried out; empty if it can."""
     if reason := _refusal_by_numbers(request, situation):
         return reason
     if reason := situation.reason_against(request.nodes, asked=True):
@@ -383,7 +395,7 @@ def refusal(request: ScaleRequest, situation: ScaleSituation) -> str:
 
 
 def _refusal_by_numbers(request: ScaleRequest, situation: ScaleSituation) -> str:
-    """Why the requested number and the named nodes do not match the existing nodes."""
+    """Return why the requested number or the named nodes do not fit the nodes that exist."""
     requested, running, named = request.nodes, len(situation.nodes), set(request.without)
     unknown = sorted(named - set(situation.nodes))
     leaving = max(0, running - requested)
@@ -419,7 +431,10 @@ def _refusal_by_numbers(request: ScaleRequest, situation: ScaleSituation) -> str
 
 
 def shortfall(request: ScaleRequest, situation: ScaleSituation) -> str:
-    """Describe the losses that a request needs and the job cannot survive now; empty if none."""
+    """Describe why the job would not survive the request now; empty if it would.
+
+    A node that leaves counts as a lost node, because its memory goes with it.
+    """
     if situation.tolerance is None:
         return "nothing is committed in this start of the job yet"
     replaced = len(set(request.without)) if replaces(request, situation.nodes) else 0
@@ -446,13 +461,14 @@ def leave_next(
 ) -> tuple[int, ...]:
     """Find the nodes that leave next on the way to fewer nodes.
 
-    As many nodes leave as the job can lose, down to a number that fits.
+    As many leave as the job can lose at once, so that a number remains with which it can train.
 
     Args:
-        requested: number of nodes at the end.
-        first: ids of nodes that leave first.
+        requested: number of nodes after the last step.
+        first: ids of nodes that leave before any other.
         situation: the facts about the job.
-        tolerance: number of arbitrary nodes that the job can lose; None: as in the situation.
+        tolerance: number of nodes that the job can lose, whichever they are; None: the number in
+            ``situation``.
 
     Returns:
         The group ranks of the leaving nodes; empty if no nodes may leave.
@@ -464,11 +480,12 @@ def leave_next(
     for number in path:
         if running - number <= survived:
             return leavers(situation.nodes, running - number, first)
-    # The job cannot lose that many arbitrary nodes, but perhaps certain nodes together.
+    # The job does not survive the loss of any that many nodes, but perhaps of certain ones.
     sizes = situation.sizes
     full_tolerance = None if sizes is None else sizes.tolerance()
     if sizes is None or full_tolerance is None or survived < full_tolerance:
-        return ()  # Another node may be lost, which the sizes do not show
+        # The tolerance is lower than `sizes` implies: a node may be lost that is still in there.
+        return ()
     named = [rank for rank, node in enumerate(situation.nodes) if node in first]
     for number in path:
         leaving = running - number
@@ -478,7 +495,7 @@ def leave_next(
 
 
 def reason_too_many_leave(request: ScaleRequest, situation: ScaleSituation) -> str:
-    """Why too many nodes would leave at once, even with all protection in place; empty if not."""
+    """Return why no nodes can leave, even once all protection is in place; empty if some can."""
     running = len(situation.nodes)
     full_tolerance = None if situation.sizes is None else situation.sizes.tolerance()
     if request.nodes >= running or situation.tolerance is None or full_tolerance is None:
@@ -504,7 +521,7 @@ def reason_too_many_leave(request: ScaleRequest, situation: ScaleSituation) -> s
 
 
 def _describe_fitting(situation: ScaleSituation) -> str:
-    """Describe the numbers of nodes that a user may request."""
+    """Describe to the user which numbers of nodes can be requested."""
     numbers = range(situation.min_nodes, situation.max_nodes + 1)
     others = [
         number
@@ -524,6 +541,9 @@ def replaces(request: ScaleRequest, nodes: tuple[str, ...]) -> bool:
 
 
 def leavers(nodes: tuple[str, ...], number: int, first: tuple[str, ...]) -> tuple[int, ...]:
-    """Group ranks of ``number`` nodes that leave: those in ``first``, then the last ones."""
+    """Return the group ranks of ``number`` leaving nodes: first those in ``first``.
+
+    Further ones are taken from the highest group rank downwards.
+    """
     ranks = sorted(range(len(nodes)), key=lambda rank: (nodes[rank] not in first, -rank))
     return tuple(ranks[:number])

@@ -1,7 +1,8 @@
-"""``reft rendezvous``: the rendezvous store as a process of its own.
+"""``reft rendezvous``: serves the rendezvous store in a process of its own.
 
-Without it the store lives in the launcher of one worker node, and the job ends with that node. If
-the store is served here, on a batch or login host, the job survives the loss of any worker node.
+Without this command the launcher of one worker node serves the store, and the job ends with that
+node. If the command runs on a host that does not train, such as a login host, the job survives the
+loss of any worker node.
 """
 
 from __future__ import annotations
@@ -23,20 +24,23 @@ from reft.job.script import not_ignored
 from reft.memory.job_secret import user_secret
 from reft.refusal import Parser
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(
+    "reft.job.rendezvous.server"
+)  # Run with -m, where __name__ is "__main__"
 
 _SERVED_KEY = "reft/rendezvous"  # Only a store of ``reft rendezvous`` has this key
 
 
 class RendezvousServer(KeyValueServer):
-    """A store that no worker node holds, for processes that know the user's secret (P11).
+    """A rendezvous store outside the worker nodes, for clients that know the user's secret (P11).
 
     Args:
-        host: name or address under which nodes reach this machine, and the only one it listens on;
-            None: its full host name.
+        host: name or address by which nodes reach this machine; the server listens on this address
+            only. None: the machine's full host name.
         port: port to listen on; 0: any free port.
         secret: the secret that clients must know; None: the secret of this process's user.
-        state_dir: directory that keeps the entries for a later server; None: memory only.
+        state_dir: directory that keeps the store's entries over a restart of the server; None: they
+            are kept in memory only.
 
     Raises:
         ConfigError: the server cannot listen on the address, or cannot use the directory.
@@ -67,12 +71,12 @@ def is_reachable(endpoint: str) -> bool:
 
 
 def is_served_by_reft(store: RendezvousStore) -> bool:
-    """Whether ``store`` belongs to ``reft rendezvous``, so that it survives the loss of a node."""
+    """Whether ``reft rendezvous`` serves ``store``, which then survives the loss of any node."""
     return store.peek(_SERVED_KEY) is not None
 
 
 def main(argv: Sequence[str]) -> int:
-    """Command line of ``reft rendezvous``; returns the exit code."""
+    """Run the command ``reft rendezvous``; return the exit code."""
     parser = Parser(
         prog="reft rendezvous",
         allow_abbrev=False,
@@ -102,7 +106,7 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print the endpoint as one JSON line")
     options = parser.parse_args(list(argv))
-    # A signal handler may interrupt a thread that holds a lock, so it only writes to a pipe.
+    # The handler only writes to a pipe: it may interrupt code that holds a lock.
     stop_read, stop_write = os.pipe()
     for number in not_ignored((signal.SIGTERM, signal.SIGINT, signal.SIGHUP)):
         signal.signal(number, lambda *_: os.write(stop_write, b"."))

@@ -1,2 +1,4 @@
-"""``reft demo``: trains on several nodes of this machine, kills some, and compares the losses with
-those of an undisturbed run."""
+"""``reft demo``: trains on several nodes of this machine, kills some of them, and compares losses.
+
+The losses are compared with those of an undisturbed run.
+"""

@@ -1,5 +1,8 @@
-"""``reft demo``: trains on nodes of this machine, kills some of them, repeats the training
-undisturbed and without reft, and compares every loss."""
+"""``reft demo``: trains on nodes of this machine, kills some of them, and compares every loss.
+
+The losses are compared with those of a second, undisturbed run without reft. A node is a launcher
+with its own memory directory and one trainer.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +35,12 @@ from reft.node.report import WAITING
 from reft.refusal import Parser
 
 EXIT_INTERRUPTED = 130
-LAYERS = 4  # Blocks of the model
+LAYERS = 4  # Number of blocks of the model
 _MOST_SECS = 600.0  # Time limit of both runs together
 _POLL_SECS = 0.01
-_END_SECS = 15.0  # After the launcher of a node has failed, time for the others to end
+_END_SECS = 15.0  # Time for the other launchers to end after one has failed
 _MOST_STEP_LINES = 40
-_SILENT_SECS = 5.0  # After this time without output, the job's activity is printed
+_SILENT_SECS = 5.0  # Time without output after which the job's activity is printed
 _SOURCES = {
     "local": "the nodes' own memory",
     "peer": "peers",
@@ -48,24 +51,24 @@ _SOURCES = {
 _LOG_LINES = 25
 _MEMORY_DIR = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
 
-Say = Callable[[str, str], None]  # Prints a line in a style
-Losses = dict[int, list[str]]  # By step: the ``float.hex`` of every time that it was computed
+Say = Callable[[str, str], None]  # Function that prints a line in a style
+Losses = dict[int, list[str]]  # Losses of each step as ``float.hex``, one per computation of it
 
 
 class NodeFailure(NamedTuple):
-    """The loss of a node during the step after ``step``; ``time`` is in Unix seconds."""
+    """The loss of a node during the step that follows ``step``."""
 
     step: int
-    node: int
-    time: float = 0.0
+    node: int  # Index of the node
+    time: float = 0.0  # Time of the loss in Unix seconds; 0: not yet
 
 
 def main(argv: Sequence[str]) -> int:
-    """Command line of ``reft demo``.
+    """Run the command ``reft demo``.
 
     Returns:
-        0: training finished and all losses are equal to the last bit; 1: otherwise; 130: stopped by
-        a signal.
+        The exit code: 0: training finished and all losses are equal to the last bit; 1: otherwise;
+        130: stopped by a signal.
 
     Raises:
         ConfigError: the options contradict each other.
@@ -87,9 +90,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse, complete and check a command line.
+    """Parse and check the command line of ``reft demo``, and fill in defaults.
 
-    Options that the trainers would refuse are refused before any process is started.
+    Options that trainers would refuse later are refused here, before any process is started.
 
     Raises:
         ConfigError: the options contradict each other.
@@ -148,7 +151,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _kills(text: str | None, steps: int, nodes: int) -> tuple[NodeFailure, ...]:
-    """Parse failures such as ``"9:1,14:0"``; returns them in the order of steps."""
+    """Parse failures such as ``"9:1,14:0"``; return them in the order of steps."""
     if text is None:
         return (NodeFailure(max(1, steps * 3 // 8), min(1, nodes - 1)),) if steps > 1 else ()
     kills = []
@@ -177,7 +180,7 @@ def _block(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def deepspeed_config(options: argparse.Namespace, *, protected: bool) -> dict[str, Any]:
-    """DeepSpeed's configuration. The two runs differ only in the ``reft`` block."""
+    """Make DeepSpeed's configuration, with the ``reft`` block if ``protected``."""
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": 4,
@@ -193,7 +196,10 @@ def deepspeed_config(options: argparse.Namespace, *, protected: bool) -> dict[st
 
 
 def _run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Run, compare and report. Memory and processes are removed; logs are kept after a failure."""
+    """Run both trainings, compare them, and print the result; return the report.
+
+    All memory and processes are removed; logs are kept only if the result is bad.
+    """
     began = time.monotonic()
 
     def say(text: str, style: str = "") -> None:
@@ -239,15 +245,15 @@ def _run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 
 class DemoJob:
-    """One run on nodes of this machine.
+    """One of the two trainings, on nodes of this machine.
 
-    The run "training" has reft and failures, the run "reference" has neither.
+    The one named "training" runs with reft and failures, the one named "reference" with neither.
 
     Attributes:
         losses: losses of every step so far.
         failures: nodes that were killed.
-        tolerance: node losses that the protection survives; None if unknown.
-        current: the running node, or its replacement, by index.
+        tolerance: number of node losses that the protection survives; None if unknown.
+        current: the node that now has each index, which may be a replacement.
     """
 
     def __init__(
@@ -258,29 +264,29 @@ class DemoJob:
         self.tolerance: int | None = None
         self.current: dict[int, LocalNode] = {}
         self._name, self._count = f"demo-{name}", options.pp * options.dp
-        # Reports of nodes after the first step of each start
+        # Events by which nodes report on a recovery, after the first step of each start
         self._recovered: list[dict[str, Any]] = []
-        # On rank 0: steps with a version, and the number of versions that were given up
+        # As rank 0 reports: steps of which a version was committed, and number of skipped versions
         self._committed = set[int]()
         self._skipped = 0
-        # Versions that the ranks have restored since the last failure
+        # Events by which ranks report what they have restored since the last failure
         self._restored: list[dict[str, Any]] = []
         self._states: dict[str, str] = {}  # States of the launchers, by node
         self._steps, self._say_now, self._said_at = options.steps, say, time.monotonic()
         self._pending = list(options.kills) if name == "training" else []
-        # The newest start of the job, and the start in which nodes were last lost
+        # Number of the job's newest start, and of the start in which nodes were last lost
         self._start = self._failed_in = 0
         self._step = 0  # Last step of the newest start
         self._offsets: dict[str, int] = {}
         self._directory, self._memory = directory, memory
         self._events = directory / "events"
         directory.mkdir()
-        # Launchers that are killed leave files there. The path is short because sockets of
-        # DataLoaders have to fit into it.
+        # Killed launchers leave temporary files behind, so give them a directory of their own. Keep
+        # its path short: DataLoader socket paths inside it have a length limit.
         (temporary := memory / "tmp").mkdir()
         environment = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
         environment |= {ENV_EVENTS: str(self._events), "TMPDIR": str(temporary)}
-        # The training script is part of reft and needs no module of the working directory either.
+        # The training script is a module of reft and needs no module of the working directory.
         environment |= {"PYTHONSAFEPATH": "1"}
         self.nodes = LocalNodes(environment)
         trained = {
@@ -295,12 +301,12 @@ class DemoJob:
     def run(self, deadline: float) -> str | None:
         """Run to the end, or until ``deadline`` on the monotonic clock.
 
-        Only logs and events are left afterwards.
+        Afterwards all processes are killed; logs and events remain.
 
         Returns:
             Why the run did not finish; None if it did.
         """
-        # The store is in this process, so a SIGKILL leaves no store behind.
+        # Serve the store in this process, so that even a SIGKILL leaves no store behind.
         with closing(RendezvousServer("127.0.0.1", 0)) as store:
             self._endpoint = store.endpoint
             try:
@@ -322,7 +328,7 @@ class DemoJob:
         self._say_now(text, style)
 
     def doing(self) -> str:
-        """Describe the activity of the job while it completes no step."""
+        """Describe what the job is doing while no step is completed."""
         names = [node.name for node in self.current.values()] or list(self._states)
         states = {self._states.get(name) for name in names}
         if not states - {None}:
@@ -336,7 +342,7 @@ class DemoJob:
         return "trainers build the model, and meet"
 
     def _start_node(self, index: int) -> LocalNode:
-        """Start the launcher of a node, or of its replacement if there was one before."""
+        """Start a launcher as node ``index``; if there was one before, as its replacement."""
         before = sum(node.name.partition(".")[0] == f"node{index}" for node in self.nodes.started)
         name = f"node{index}.{before}" if before else f"node{index}"
         arguments = [
@@ -384,7 +390,7 @@ class DemoJob:
             time.sleep(_POLL_SECS)
 
     def _lose_nodes(self) -> None:
-        """Kill the nodes whose failures are due, all of one step at once, and replace them."""
+        """Kill all nodes whose failure is due in the present step, and start their replacements."""
         due = [kill for kill in self._pending if kill.step == self._pending[0].step <= self._step]
         if not due or self._start <= self._failed_in:
             return
@@ -410,9 +416,9 @@ class DemoJob:
             )
 
     def take_in(self) -> None:
-        """Read the events since the last call, in the order of their times.
+        """Process the events that were written since the last call, in the order of their times.
 
-        An incomplete line is left for the next call; a killed process may leave one forever.
+        An incomplete line is left for the next call. A killed process may never complete its line.
         """
         found: list[dict[str, Any]] = []
         for path in self._events.glob("*.jsonl"):
@@ -428,7 +434,7 @@ class DemoJob:
             elif event["event"] == "launcher":
                 self._states[event["node"]] = event["state"]
                 if event["state"] == WAITING:
-                    self._step = 0  # The step belonged to the start that is over
+                    self._step = 0  # The start to which the step belonged is over
 
     def _take(self, event: dict[str, Any]) -> None:
         kind, step, first = event["event"], event.get("step", 0), event["rank"] == 0
@@ -472,13 +478,17 @@ class DemoJob:
     # -- the verdict -------------------------------------------------------------------------------
 
     def report(self, reference: Losses, problem: str | None) -> dict[str, Any]:
-        """Compare this run with an undisturbed one.
+        """Compare this run with the undisturbed one.
+
+        Args:
+            reference: losses of the undisturbed run.
+            problem: why a run did not finish; None if both did.
 
         Returns:
-            A JSON object. ``losses`` has the final loss of steps 1 to ``steps`` (None: never
-            reached). ``max_abs_loss_difference`` is over all computations of all steps, 0.0 only if
-            they are equal to the last bit (None: a loss is missing). ``good`` says that training
-            finished and no bit differs.
+            A JSON object. ``losses``: the loss of each step as last computed, None if the step was
+            never reached. ``max_abs_loss_difference``: over all steps and all their computations;
+            0.0 only if all are equal to the last bit, None if a loss is missing. ``good``: whether
+            both runs finished and no bit differs.
         """
 
         def standing(losses: Losses) -> list[float | None]:
@@ -500,11 +510,12 @@ class DemoJob:
         }
 
     def _recoveries(self) -> Iterator[dict[str, Any]]:
-        """Describe each recovery: where the job continued, and the seconds until its next step.
+        """Describe each recovery: at which step the job resumed, and how long that took.
 
-        A recovery is described by the last node to complete that step, among the nodes that saw the
-        failure. Its parts are ``detection``, until the launcher saw that a trainer had failed, and
-        those of :data:`reft.node.history.PARTS`.
+        The seconds are those from the failure to the first completed step, as reported by the node
+        that was last to complete it, among the nodes that observed the failure. They are divided
+        into ``detection``, until the launcher saw that a trainer had failed, and the parts in
+        :data:`reft.node.history.PARTS`.
         """
         after_failure = [event for event in self._recovered if event["failures"] or event["lost"]]
         for number in sorted({event["round"] for event in after_failure}):
@@ -528,7 +539,10 @@ class DemoJob:
 
 
 def loss_difference(losses: Losses, reference: Losses, steps: int) -> float | None:
-    """The largest absolute difference over all steps and over repeated computations of a step."""
+    """Return the largest absolute difference over all steps and all computations of each step.
+
+    None: a step has no loss in one of the runs.
+    """
     worst = 0.0
     for step in range(1, steps + 1):
         found, expected = set(losses.get(step, ())), set(reference.get(step, ()))
@@ -537,7 +551,7 @@ def loss_difference(losses: Losses, reference: Losses, steps: int) -> float | No
         for one, other in product(found, expected):
             if one != other:
                 difference = abs(float.fromhex(one) - float.fromhex(other))
-                # Unequal bits never count as equal: NaN differs from a number, 0.0 from -0.0.
+                # Unequal bits must not give 0: count NaN as infinite, 0.0 against -0.0 as tiny.
                 worst = max(
                     worst, math.inf if math.isnan(difference) else difference or math.ulp(0.0)
                 )
@@ -545,7 +559,7 @@ def loss_difference(losses: Losses, reference: Losses, steps: int) -> float | No
 
 
 def _show_log(console: Console, job: DemoJob) -> None:
-    """Print the end of the most informative log. A failure of all nodes is in every log."""
+    """Print the end of the most informative log: preferably that of a running node that failed."""
     node = min(
         job.nodes.started, key=lambda n: (n not in job.current.values(), not n.process.poll())
     )

@@ -1,7 +1,7 @@
 """The training script of ``reft demo``: a small transformer over bytes, as a DeepSpeed pipeline.
 
-It does not mention snapshots: ``reft launch`` installs them around ``deepspeed.initialize`` before
-it runs.
+The script does nothing for snapshots: before it runs, ``reft launch`` wraps
+``deepspeed.initialize``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from reft.log import EventLog
 
 _WIDTH, _HEADS, _LENGTH, _SYMBOLS = 64, 4, 64, 256
 _CORPUS_BYTES = 2**18
-_SEED, _DROPOUT = 1234, 0.1  # With dropout, the losses depend on the random states of the ranks
+_SEED, _DROPOUT = 1234, 0.1  # With dropout, losses also depend on the ranks' random states
 
 
 class Embedding(nn.Module):
@@ -51,10 +51,11 @@ class CausalBlock(nn.TransformerEncoderLayer):
 
 
 def samples() -> TensorDataset:
-    """Pieces of Python's own sources as inputs, and the same pieces shifted by a byte as targets.
+    """Return samples from the sources of Python's standard library.
 
     Returns:
-        Pairs of int64 tensors of shape (_LENGTH,).
+        Pairs of int64 tensors of shape (_LENGTH,): an input, and as its target the same text one
+        byte further on.
     """
     files = sorted(Path(os.__file__).parent.glob("*.py"))
     text = b"".join(path.read_bytes() for path in files)[:_CORPUS_BYTES]
@@ -82,7 +83,7 @@ def train(options: dict[str, Any]) -> None:
     avoid_build_at_start()
     if get_accelerator().device_name() == "cpu":
         torch.set_flush_denormal(True)  # Denormals make a backward pass several times slower
-    else:  # Avoid everything that would make two runs differ
+    else:  # Make computations on the device deterministic
         get_accelerator().set_device(
             int(os.environ["LOCAL_RANK"]) % get_accelerator().device_count()
         )

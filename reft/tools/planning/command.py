@@ -1,6 +1,6 @@
-"""``reft plan``: memory, traffic, overhead and tolerance of a job before it is started.
+"""``reft plan``: predicts memory, traffic, overhead and tolerance of a job before it is started.
 
-The tables fit a terminal of 80 columns; ``--json`` prints everything.
+The tables fit a terminal of 80 columns; ``--json`` prints all results.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
-from reft.checks.preflight import block_findings, find_part
+from reft.checks.preflight import block_findings, find_part, holds_block_alone
 from reft.config import read_object
 from reft.errors import ConfigError
 from reft.findings import Severity
@@ -28,6 +28,7 @@ from reft.tools.planning.model import load_cluster
 from reft.tools.planning.plan import ESTIMATED, duration, make_plan
 from reft.tools.planning.savings import START_SECS, CheckpointHabits, draw_survival
 
+_SCHEMES_SHOWN = 12
 _SUFFIXES = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
@@ -45,7 +46,9 @@ def plan_command(
     config: Annotated[
         Path | None,
         typer.Argument(
-            metavar="CONFIG", help="the job's DeepSpeed JSON, with or without a reft block"
+            metavar="CONFIG",
+            help="the job's DeepSpeed JSON, with or without a reft block; for Megatron-LM the file "
+            "of its block",
         ),
     ] = None,
     cluster: Annotated[
@@ -54,7 +57,7 @@ def plan_command(
     model: Annotated[
         str | None,
         typer.Option(
-            help="llama2-1.3b, -2.7b, -6.7b, -34b, "
+            help="llama2-1.3b, -2.7b, -6.7b, -13b, -34b, -70b, "
             "or the config.json of a Hugging Face model (Llama, Mistral, Qwen)"
         ),
     ] = None,
@@ -73,8 +76,8 @@ def plan_command(
     rank_order: Annotated[
         str,
         typer.Option(
-            help="order of the axes in the ranks, slowest first, or auto, which puts data-parallel "
-            "peers on different nodes where possible; default: DeepSpeed's own"
+            help="order of the axes in the ranks, slowest first, or across-nodes, which puts "
+            "data-parallel peers on different nodes where possible; default: DeepSpeed's own"
         ),
     ] = "pipe-data-model",
     parameters: Annotated[
@@ -171,7 +174,7 @@ def plan_command(
         )
     values = read_object(config, "the DeepSpeed configuration", "an object")
     block = dict(find_part(values, BLOCK_NAME))
-    # Options replace the block's keys.
+    # Options override the keys of the reft block.
     if protection is not None:
         block.pop("copies", None)
         block["protection"] = protection
@@ -196,6 +199,7 @@ def plan_command(
         parameters,
         trained=trained_parameters,
         seq_length=seq_length,
+        for_megatron=holds_block_alone(values),
     )
     habits = CheckpointHabits(60 * checkpoint_mins, 60 * restart_mins, stall_secs)
     plan = make_plan(job, measured, habits, start_secs)
@@ -234,15 +238,18 @@ def show_plan(job: PlannedJob, plan: Plan, console: Console) -> None:
         f"{step['bubble_fraction']:.0%}, copies run at {step['copy_bytes_per_sec'] / 1e9:.3g} GB/s "
         f"({source})"
     )
-    for problem in plan["problems"]:
-        say(f"{Severity.REFUSED}: {problem}", "bold red")
     console.print(_alternatives(plan), markup=False)
+    if more := len(plan["alternatives"]) - len(_shown(plan)):
+        say(f"{more} more scheme(s): --json has all", "dim")
     by_reason: dict[str, list[str]] = {}
     for left_out in plan["not_possible"]:
         by_reason.setdefault(left_out["why"], []).append(left_out["name"])
     for why, names in by_reason.items():
         say(f"not in the table: {', '.join(names)}: {why}", "dim")
-    console.print(_stages(plan), markup=False)
+    if any(stage["windows"] for stage in plan["stages"]):
+        console.print(_stages(plan), markup=False)
+    else:
+        say("No stage is ever idle without a pipeline: copies run next to computation.")
     say(f"Snapshots ({source}): {plan['rate']['why']}.")
     say(f"On storage ({ESTIMATED}): {plan['storage']['why']}.")
     for failure in job.training.machine.failures:
@@ -253,15 +260,17 @@ def show_plan(job: PlannedJob, plan: Plan, console: Console) -> None:
     for note in plan["notes"]:
         say(f"note: {note}")
     say(f'auto would choose "protection": "{protection["auto_would_choose"]}": {protection["why"]}')
-    for warning in block_findings(job.block):
+    for warning in block_findings(job.block, for_megatron=job.for_megatron):
         say(f"{warning.severity}: {warning}")
+    for problem in plan["problems"]:
+        say(f"{Severity.REFUSED}: {problem}", "bold red")
     if plan["well"]:
         costs = f"{protection['overhead']:.2%} of the training time ({source})"
         say(f"no problems: {protection['planned']} costs {costs}", "green")
 
 
 def _savings(plan: Plan) -> str:
-    """Describe what failures cost without reft and with it, including the formulas."""
+    """Describe what failures cost without reft and with it, and the formulas for that."""
     habits, recovery, lost = (plan["savings"][part] for part in ("habits", "recovery", "lost"))
     parts = (
         ("to notice a silent host", recovery["notice_secs"]),
@@ -302,8 +311,8 @@ def _alternatives(plan: Plan) -> Table:
         a["name"]: a["bytes"]["to_host_bytes"] + a["bytes"]["sent_bytes"]
         for a in plan["alternatives"]
     }
-    for a in plan["alternatives"]:
-        # A short remark, compared with the protection that ``auto`` chooses.
+    for a in _shown(plan):
+        # Add a remark that compares the alternative with the one that ``auto`` would choose.
         more = moved[a["name"]] - moved[plan["protection"]["auto_would_choose"]]
         said = f"moves +{decimal(more)}" if more else "more memory"
         if a["chosen"]:
@@ -325,6 +334,15 @@ def _alternatives(plan: Plan) -> Table:
             style="bold" if a["planned"] else None,
         )
     return table
+
+
+def _shown(plan: Plan) -> list[dict[str, Any]]:
+    """The cheapest schemes, with the planned one and auto's choice."""
+    return [
+        a
+        for number, a in enumerate(plan["alternatives"])
+        if number < _SCHEMES_SHOWN or a["planned"] or a["chosen"]
+    ]
 
 
 def _gb(nbytes: int) -> str:
@@ -353,7 +371,7 @@ def _stages(plan: Plan) -> Table:
 
 
 def numbers_table(title: str, first: str, *numbers: str) -> Table:
-    """A table of text in the first column and numbers in the others, which are never cut off."""
+    """Make an empty table: text in the first column, numbers in the others, never cut off."""
     table = Table(
         title=title,
         title_justify="left",

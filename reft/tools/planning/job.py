@@ -1,8 +1,8 @@
 """Builds the job to plan from a DeepSpeed configuration and a few options, without DeepSpeed.
 
-DeepSpeed numbers the ranks in row-major order over a sequence of axes. That sequence decides which
-ranks are data-parallel peers. If peers share a node, the loss of that node takes a shard together
-with its copy.
+DeepSpeed numbers the ranks in row-major order over the axes pipe, data and model (tensor). The
+order of the axes decides which ranks are data-parallel peers. If peers share a node, a loss of that
+node loses a shard together with its copy.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from reft.checks.preflight import (
     find_part,
     is_offloaded,
     recompute_findings,
+    values_left_open,
 )
 from reft.config import ReftConfig, Variant, parse_block
 from reft.errors import ConfigError
@@ -31,9 +32,23 @@ from reft.tools.planning.model import Cluster, Training, load_shape, read_model_
 
 _ADAM = ("adam", "adamw", "lamb", "fusedadam", "fusedlamb")
 _MOMENT_BYTES = 8
+_DECIDING = frozenset(
+    {
+        *("bf16.enabled", "fp16.enabled", "optimizer.type", "zero_optimization.stage"),
+        *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
+    }
+)
+"""Keys without whose value a job cannot be planned."""
+_MEGATRON = {
+    "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 1},
+    "optimizer": {"type": "Adam"},
+}
+"""DeepSpeed's settings that hold what Megatron-LM holds with its distributed optimizer in bf16."""
 
 
-# DeepSpeed's own order is first, then orders with adjacent tensor slices, which communicate most.
+# DeepSpeed's own order comes first, then orders that number tensor slices consecutively, because
+# these communicate most.
 AXES = ("pipe", "data", "model")
 ORDERS: tuple[tuple[str, ...], ...] = tuple(
     sorted(permutations(AXES), key=lambda order: (order[-1] != "model", order != AXES, order))
@@ -42,7 +57,7 @@ ORDERS: tuple[tuple[str, ...], ...] = tuple(
 
 @dataclass(frozen=True)
 class JobLayout:
-    """Degrees of a job and the order in which DeepSpeed numbers its ranks."""
+    """The parallel degrees of a job, and the order of axes in which DeepSpeed numbers its ranks."""
 
     degrees: Degrees
     order: tuple[str, ...] = AXES
@@ -53,12 +68,12 @@ class JobLayout:
         return tuple(sizes[axis] for axis in self.order)
 
     def coordinate(self, rank: int) -> Coordinate:
-        """Coordinate of a global rank (row-major over ``order``)."""
+        """Return the coordinate of a global rank (row-major over ``order``)."""
         at = dict(zip(self.order, map(int, np.unravel_index(rank, self.dims)), strict=True))
         return Coordinate(at["pipe"], at["data"], at["model"])
 
     def groups(self, axis: str) -> list[list[int]]:
-        """Global ranks of every group along ``axis``, members in the order of that axis."""
+        """Return the global ranks of every group along ``axis``, in the order of that axis."""
         ranks = np.arange(self.degrees.world_size).reshape(self.dims)
         last = np.moveaxis(ranks, self.order.index(axis), -1)
         return [[int(rank) for rank in group] for group in last.reshape(-1, last.shape[-1])]
@@ -68,10 +83,14 @@ class JobLayout:
 
 
 def choose_order(degrees: Degrees, nodes: Sequence[object]) -> tuple[str, ...]:
-    """Choose the axis order whose data-parallel groups spread over the most nodes.
+    """Choose the order of axes in which data-parallel groups spread over the most nodes.
 
-    Among equal orders, one with tensor groups within a node is preferred, then DeepSpeed's own.
-    Every rank computes the same order from the same ``nodes``.
+    Among equally good orders, one that keeps tensor-parallel groups within a node is preferred,
+    then DeepSpeed's own. The result depends only on the arguments, so all ranks agree.
+
+    Args:
+        degrees: parallel degrees of the job.
+        nodes: node of each global rank.
     """
 
     def quality(order: tuple[str, ...]) -> tuple[int, int]:
@@ -87,37 +106,38 @@ def parse_order(text: str) -> tuple[str, ...]:
     order = tuple(text.replace(",", "-").split("-"))
     if sorted(order) != sorted(AXES):
         raise ConfigError(
-            f"--rank-order is {text!r}; write 'auto' or pipe, data and model in some order, such "
-            "as data-pipe-model"
+            f"--rank-order is {text!r}; write 'across-nodes', or pipe, data and model in some "
+            "order, such as data-pipe-model"
         )
     return order
 
 
 @dataclass(frozen=True)
 class LayoutOptions:
-    """The layout of the job; None: derived from the other values. ``order`` may be "auto"."""
+    """The layout of the job as given by the user. None: derive the value from the others."""
 
     pp: int = 1
     tp: int = 1
     dp: int | None = None
-    nodes: int | None = None
-    micro_batches: int | None = None
-    order: str = "-".join(AXES)
+    nodes: int | None = None  # Number of nodes
+    micro_batches: int | None = None  # Micro-batches per pipeline and step
+    order: str = "-".join(AXES)  # Order of the axes, slowest first; "across-nodes" chooses it
 
 
 @dataclass(frozen=True)
 class PlannedJob:
-    training: Training  # Model, machine and degrees; ``zero_1``: state is partitioned
-    block: ReftConfig
-    half: bool  # 16-bit weights with fp32 master weights
-    layout: JobLayout  # Degrees and order of the ranks
-    # Nominal number, counted as if spread evenly; None: the real number of each stage
+    training: Training  # Model, cluster and parallel degrees
+    block: ReftConfig  # The ``reft`` block
+    half: bool  # Whether weights have 16 bits, with fp32 master weights
+    layout: JobLayout  # Parallel degrees and order of the ranks
+    # Nominal number of parameters, taken as spread evenly over the stages; None: count each stage's
     parameters: float | None = None
     notes: tuple[str, ...] = ()  # Assumptions that were made
+    for_megatron: bool = False  # Megatron-LM trains, and writes its checkpoints itself
 
     @cached_property
     def topology(self) -> Topology:
-        """The nodes of the ranks; launchers fill the nodes in order."""
+        """The node of every rank. Consecutive ranks are on the same node, as launchers do it."""
         degrees, per_node = self.layout.degrees, self.training.machine.devices_per_node
         ranks = range(degrees.world_size)
         return Topology(
@@ -128,7 +148,7 @@ class PlannedJob:
 
     @cached_property
     def sections(self) -> tuple[RankSections, ...]:
-        """The state of every rank as in the state catalogue, without the padding of partitions."""
+        """Bytes of each section of every rank's state, without the padding of partitions."""
         by_stage = [self._sections(p) for p in range(self.training.stages)]
         return tuple(by_stage[c.pp] for c in self.topology.coordinates)
 
@@ -138,7 +158,7 @@ class PlannedJob:
         return self.training.stage_parameters(stage_id)
 
     def state_bytes(self, stage_id: int) -> int:
-        """Bytes that one device would copy if the data-parallel ranks did not share the work."""
+        """Return the bytes that a device would copy if replicas did not share the work."""
         sections = self._sections(stage_id)
         return sections.replicated_bytes + self.training.data * sections.owned_bytes
 
@@ -146,8 +166,9 @@ class PlannedJob:
     def offloaded_node_bytes(self) -> int:
         """Bytes of a node's host memory that an offloaded optimizer takes.
 
-        It holds masters, moments and gradients of the ranks' partitions, and the weights and
-        accumulated gradients that DeepSpeed copies through host memory in the model's precision.
+        These are master weights, moments and gradients of the partitions of the node's ranks, and
+        the weights and accumulated gradients, in the model's precision, that DeepSpeed copies
+        through host memory.
         """
         if not self.training.offloaded:
             return 0
@@ -181,17 +202,21 @@ def plan_job(
     *,
     trained: float | None = None,
     seq_length: int | None = None,
+    for_megatron: bool = False,
 ) -> PlannedJob:
     """Build the job that a DeepSpeed configuration describes.
 
     Args:
         config: DeepSpeed's configuration.
         cluster: the cluster on which the job runs.
-        model: see :func:`reft.tools.planning.model.load_shape`; None: a model with ``parameters``.
+        model: name or path for :func:`reft.tools.planning.model.load_shape`; None: a model with
+            ``parameters`` parameters.
         layouting: layout of the job.
-        parameters: nominal number of parameters, from which publications count bytes.
+        parameters: nominal number of parameters from which bytes are counted, as publications do;
+            None: the exact number of the model.
         trained: number of parameters that are trained; None: all.
-        seq_length: tokens of a sample; None: as in the model.
+        seq_length: tokens per sample; None: the model's own.
+        for_megatron: Megatron-LM trains, and ``config`` holds the block alone.
 
     Raises:
         ConfigError: the configuration or the options do not describe a job.
@@ -201,9 +226,20 @@ def plan_job(
         raise ConfigError(
             f'"variant" is "{block.variant}", which only measurements need; write "has" to plan it'
         )
+    if left_open := sorted(_DECIDING.intersection(values_left_open(config))):
+        raise ConfigError(
+            f'{", ".join(left_open)}: the value is "auto", which a Trainer fills in when it '
+            "starts; write the values that it would fill in into a copy, and plan that"
+        )
     for finding in recompute_findings(config, block):
         raise ConfigError(str(finding))
     notes: list[str] = []
+    if for_megatron:
+        config = {**config, **_MEGATRON}
+        notes.append(
+            "the file holds the reft block alone: planned as Megatron-LM with --bf16 "
+            "--use-distributed-optimizer, one sample in a micro-batch; give --micro-batches"
+        )
     half, owned = _count_bytes(config, layouting.pp, notes)
     zero_3 = find_part(config, "zero_optimization").get("stage") == 3
     if zero_3 and layouting.pp > 1:
@@ -227,12 +263,6 @@ def plan_job(
             "a .json file such as the config.json of a Hugging Face model, or --parameters 7e9"
         )
     notes += [assumed] if assumed else []
-    share = 1.0 if trained is None else trained / (parameters or shape.parameters)
-    if not 0 < share <= 1:
-        raise ConfigError(
-            f"--trained-parameters is {trained:g}; write at most the model's number, "
-            f"{parameters or shape.parameters:g}, such as 40M for adapters"
-        )
     samples = _count(config, "train_micro_batch_size_per_gpu") or 1
     dp, micro_batches = _batches(config, cluster, layouting, samples, notes)
     if shape.heads % layouting.tp:
@@ -241,32 +271,64 @@ def plan_job(
             "change --tp"
         )
     degrees = Degrees(layouting.pp, dp, layouting.tp)
-    if share < 1:
-        total, trains = parameters or shape.parameters, share * (parameters or shape.parameters)
-        state = (MODEL_BYTES if half else 4) + (OPTIMIZER_BYTES if half or owned else _MOMENT_BYTES)
-        notes.append(
-            f"{total - trains:.3g} parameters are frozen: {decimal(round(trains * state))} of all "
-            f"ranks' state change in a step, and "
-            f"{decimal(round((total - trains) * (MODEL_BYTES if half else 4)))} are in every "
-            "version, but sent to peers only once; they are copied from a device to be compared"
-        )
     training = Training(
         *(shape, cluster, layouting.tp, layouting.pp, dp, micro_batches, samples),
         zero_1=owned,
         zero_3=zero_3,
         offloaded=is_offloaded(config),
-        trained_share=share,
+        trained_share=_trained_share(
+            parameters or shape.parameters, trained, half=half, partitioned=owned, notes=notes
+        ),
     )
     nodes = [rank // cluster.devices_per_node for rank in range(degrees.world_size)]
-    auto = layouting.order == "auto"
+    auto = layouting.order in ("auto", "across-nodes")
     layout = JobLayout(
         degrees, choose_order(degrees, nodes) if auto else parse_order(layouting.order)
     )
-    return PlannedJob(training, block, half, layout, parameters, tuple(notes))
+    return PlannedJob(training, block, half, layout, parameters, tuple(notes), for_megatron)
+
+
+def _trained_share(
+    total: float, trained: float | None, *, half: bool, partitioned: bool, notes: list[str]
+) -> float:
+    """Return the fraction of the parameters that is trained.
+
+    Args:
+        total: number of parameters.
+        trained: number of those that are trained; None: all.
+        half: weights have 16 bits.
+        partitioned: the optimizer is partitioned over replicas, and has master weights.
+        notes: list to which a note about frozen weights is appended.
+
+    Raises:
+        ConfigError: ``trained`` is not between 0 and ``total``.
+    """
+    if trained is None or trained == total:
+        return 1.0
+    if not 0 < trained < total:
+        raise ConfigError(
+            f"--trained-parameters is {trained:g}; write at most the model's number, {total:g}, "
+            "such as 40M for adapters"
+        )
+    model = MODEL_BYTES if half else 4
+    optimizer = OPTIMIZER_BYTES if half or partitioned else _MOMENT_BYTES
+    changing, frozen = round(trained * (model + optimizer)), round((total - trained) * model)
+    notes.append(
+        f"{total - trained:.3g} parameters are frozen: of the state of all ranks, without copies, "
+        f"{decimal(changing)} change in a step; {decimal(frozen)} are in every version, but sent "
+        "to peers only once (they are copied from a device, to be compared)"
+    )
+    return trained / total
 
 
 def _count_bytes(config: Mapping[str, Any], pp: int, notes: list[str]) -> tuple[bool, bool]:
-    """Whether weights have 16 bits, and whether the optimizer is partitioned over replicas."""
+    """Return whether weights have 16 bits, and whether the optimizer is partitioned over replicas.
+
+    Args:
+        config: DeepSpeed's configuration.
+        pp: number of pipeline stages.
+        notes: list to which assumptions are appended.
+    """
     for finding in engine_findings(config):
         raise ConfigError(str(finding))
     enabled = {
@@ -320,9 +382,9 @@ def _batches(
     samples: int,
     notes: list[str],
 ) -> tuple[int, int]:
-    """The number of replicas, and of micro-batches per pipeline and step.
+    """Return the number of replicas, and of micro-batches per pipeline and step.
 
-    Missing values are derived from the given ones.
+    Values that the user did not give are derived from the others; assumptions go into ``notes``.
     """
     dp, replica = layouting.dp, layouting.pp * layouting.tp
     whole = _count(config, "train_batch_size")

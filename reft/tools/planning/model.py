@@ -1,9 +1,9 @@
-"""Models and clusters from published figures, and the cost of a training step on them.
+"""Models and clusters from published figures, and the time of a training step on them.
 
-Models are the Llama-2 models of the REFT paper, a Hugging Face ``config.json``, or a size alone. A
-cluster is described by a node as one device sees it, and by how often nodes fail. Known clusters
-are the files in ``clusters/``; docs/planning.md has the source of every number. No figure was
-fitted to a result of reft or its papers.
+A model is one of the Llama-2 models of the REFT paper, a Hugging Face ``config.json``, or a number
+of parameters alone. A cluster is described by the hardware of one node, per device, and by how
+often nodes fail. Known clusters are the files in ``clusters/``; docs/planning.md has the source of
+every number. No figure was fitted to a result of reft or its papers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class FailureRate(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     mtbf_days: PositiveFloat  # Mean time between failures of one node
-    # Shape of the Weibull distribution; 1 is a constant rate, below 1 young nodes fail more often
+    # Shape of the Weibull distribution; 1: constant failure rate; below 1: new nodes fail more
     shape: PositiveFloat = 1.0
     source: str = ""  # Source of the numbers
 
@@ -43,23 +43,23 @@ class FailureRate(BaseModel):
 
 
 class Cluster(BaseModel):
-    """A cluster's nodes, as one of their devices sees them."""
+    """The hardware of a cluster's nodes, and how often they fail."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str
     devices_per_node: PositiveInt  # GPUs (on MI250X: GCDs)
-    peak_flops: PositiveFloat  # Dense half precision with matrix units
-    achieved_flops: PositiveFloat  # Reached in published LLM training
-    memory_bytes: PositiveInt  # Device memory
-    memory_bytes_per_sec: PositiveFloat  # Bandwidth of the device memory
-    host_link_bytes_per_sec: PositiveFloat  # Line rate of the link to the host, one direction
-    devices_per_host_link: PositiveInt  # Devices that share it when all of them copy
-    network_bytes_per_sec: PositiveFloat  # Network of the whole node, one direction
-    network_over_host_link: bool = True  # Network traffic uses the device's host link
-    # Network traffic is staged in host memory, so it also uses the shared part of that link
+    peak_flops: PositiveFloat  # Peak of a device: dense, half precision, with matrix units
+    achieved_flops: PositiveFloat  # What a device reaches in published LLM training
+    memory_bytes: PositiveInt  # Memory of a device
+    memory_bytes_per_sec: PositiveFloat  # Bandwidth of a device's memory
+    host_link_bytes_per_sec: PositiveFloat  # Line rate of a device's link to the host, one way
+    devices_per_host_link: PositiveInt  # Devices that share a host link when all of them copy
+    network_bytes_per_sec: PositiveFloat  # Network bandwidth of a whole node, one way
+    network_over_host_link: bool = True  # Whether network traffic of a device uses its host link
+    # Whether network traffic is staged in host memory, so that it uses the shared part of the link
     network_through_host: bool = False
-    host_memory_bytes: PositiveInt  # Memory of a node
+    host_memory_bytes: PositiveInt  # Host memory of a node
     failures: tuple[FailureRate, ...] = Field(min_length=1)  # Causes of node failures
     # Rate at which a node writes to storage while all nodes do; None: unknown
     storage_bytes_per_sec: PositiveFloat | None = None
@@ -69,7 +69,7 @@ class Cluster(BaseModel):
 
     @property
     def copy_bytes_per_sec(self) -> float:
-        """Rate from the device to pinned host memory while all devices copy: D2H in the tables."""
+        """Copy rate from a device to pinned host memory while all devices copy at the same time."""
         return LINK_EFFICIENCY * self.host_link_bytes_per_sec / self.devices_per_host_link
 
     @property
@@ -78,18 +78,17 @@ class Cluster(BaseModel):
         return self.network_bytes_per_sec / self.devices_per_node
 
     def compute_slowdown(self, copy_bytes_per_sec: float) -> float:
-        """The factor by which a copy prolongs a computation.
+        """Return the factor by which a copy prolongs a computation that runs at the same time.
 
-        The copy takes its share of the memory bandwidth. A computation that is bound by memory
-        loses all of that share, so this is an upper bound for other computations. Nothing else is
-        shared: copy engines use no compute units.
+        Both share only the device's memory bandwidth, because copy engines use no compute units.
+        The factor is that of a memory-bound computation, which is an upper bound for others.
         """
         return 1.0 + copy_bytes_per_sec / self.memory_bytes_per_sec
 
     def link_slowdown(self, copy_bytes_per_sec: float) -> float:
-        """The factor by which simultaneous transfers and copies prolong each other.
+        """Return the factor by which simultaneous network transfers and copies prolong each other.
 
-        Both slow down equally on a link that cannot carry both.
+        On a link that cannot carry both at full rate, both are assumed to slow down equally.
         """
         if not self.network_over_host_link:
             return 1.0
@@ -165,8 +164,8 @@ def _explain(path: Path, error: ValidationError) -> str:
 
 # -- models ----------------------------------------------------------------------------------------
 
-# Tokens of a sample if not given. The full length that a model allows (131,072 for Llama 3.1) is
-# seldom used.
+# Tokens per sample if the user gives none. Training seldom uses the full length that a model
+# allows (131,072 for Llama 3.1).
 SEQ_LENGTH = 4096
 _HEAD_SIZE = 128
 _VOCAB_SIZE = 32_000
@@ -175,7 +174,7 @@ _KINDS = ("llama", "mistral", "qwen2", "qwen3")
 
 @dataclass(frozen=True)
 class PlannedShape:
-    """A decoder of equal blocks."""
+    """The sizes of a decoder-only transformer of equal blocks."""
 
     name: str
     layers: int  # Number of blocks
@@ -184,7 +183,7 @@ class PlannedShape:
     block_parameters: int  # Parameters of one block
     vocab_size: int
     seq_length: int = SEQ_LENGTH
-    tied: bool = False  # Embedding and head are one matrix
+    tied: bool = False  # Whether embedding and head share one matrix
 
     @property
     def parameters(self) -> int:
@@ -245,16 +244,16 @@ def read_shape(path: Path, seq_length: int | None = None) -> PlannedShape:
 
 _MODELS = [read_shape(path) for path in Path(__file__).with_name("models").glob("*.json")]
 SHAPES = {shape.name: shape for shape in sorted(_MODELS, key=lambda shape: shape.parameters)}
-"""The Llama-2 models of the REFT paper, and a small one."""
+"""Llama-2 models, among them those of the REFT paper, and a small one."""
 
 
 def load_shape(model: str, seq_length: int | None) -> tuple[PlannedShape, str]:
-    """Load a shape, and describe the assumptions about it.
+    """Load the shape of a model; return it with a text on what was assumed.
 
     Args:
-        model: a name in SHAPES, also as "llama2-NAME"; the ``config.json`` of a Hugging Face model,
-            or its folder.
-        seq_length: tokens of a sample; None: the shape's.
+        model: a name in SHAPES, also as "llama2-NAME"; or the path of a Hugging Face model's
+            ``config.json`` or of its folder.
+        seq_length: tokens per sample; None: the model's own, 4,096 at most.
 
     Raises:
         ConfigError: the model is unknown or cannot be read; the message says what to write.
@@ -267,9 +266,8 @@ def load_shape(model: str, seq_length: int | None) -> tuple[PlannedShape, str]:
             near = get_close_matches(name, SHAPES, n=1)
             hint = f"did you mean {near[0]}? " if near else ""
             raise ConfigError(
-                f"no model named {name!r}; {hint}known: {', '.join(SHAPES)}. For another one give "
-                "the path of its Hugging Face config.json, or the nearest of these with "
-                "--parameters, such as 70B"
+                f"no model named {model!r}; {hint}known: {', '.join(SHAPES)}. For another one give "
+                "the path of its Hugging Face config.json, or only its size: --parameters 8B"
             )
         return replace(known, seq_length=seq_length or known.seq_length), ""
     shape = read_shape(path, seq_length)
@@ -280,9 +278,17 @@ def load_shape(model: str, seq_length: int | None) -> tuple[PlannedShape, str]:
 def read_model_shape(
     parameters: float, tensor: int, seq_length: int | None
 ) -> tuple[PlannedShape, str]:
-    """A shape with about the given number of parameters and about Llama's proportions.
+    """Make a shape with about the given number of parameters, in about Llama's proportions.
 
-    It has heads of size 128, and as many heads as layers.
+    The heads have size 128, and there are about as many heads as layers.
+
+    Args:
+        parameters: number of parameters.
+        tensor: tensor-parallel degree, which divides the number of heads.
+        seq_length: tokens per sample; None: 4,096.
+
+    Returns:
+        The shape, and a text on what was assumed.
     """
     square = round((parameters / (12 * _HEAD_SIZE**2)) ** (1 / 3))
     heads = max(1, round(square / tensor)) * tensor
@@ -305,28 +311,31 @@ def read_model_shape(
 
 HALF_BYTES = 2
 OPTIMIZER_TRAFFIC_BYTES = HALF_BYTES + 2 * OPTIMIZER_BYTES + MODEL_BYTES
-"""Memory traffic of Adam for each parameter: read the gradient, read and write master and moments,
-write the model."""
+"""Bytes of memory traffic of Adam per parameter: read the gradient, read and write the master
+weight and the moments, write the 16-bit weight."""
 
 
 @dataclass(frozen=True)
 class Training:
-    """A job whose stages are on different nodes, in DeepSpeed's rank order (pipe, data, tensor)."""
+    """A job's model, cluster and layout, from which the times of a step are estimated.
+
+    Stages are assumed to be on different nodes, in DeepSpeed's rank order (pipe, data, tensor).
+    """
 
     shape: PlannedShape  # The model
-    machine: Cluster  # The cluster on which it runs
+    machine: Cluster  # The cluster on which the job runs
     tensor: int  # Tensor-parallel degree
-    stages: int  # Pipeline stages
+    stages: int  # Number of pipeline stages
     data: int  # Data-parallel degree
     micro_batches: int  # Micro-batches per pipeline and step
     samples: int = 1  # Samples per micro-batch, each of the full sequence length
-    # Every rank updates its own optimizer partition only. Scattering gradients and gathering
-    # weights together move as many bytes as reducing gradients does.
+    # ZeRO-1: every rank updates only its own partition of the optimizer. Scattering gradients and
+    # gathering weights together move as many bytes as an all-reduce of the gradients.
     zero_1: bool = False
-    # Every rank holds its partition of weights and gradients only, and gathers the weights of a
-    # layer when it needs them; with ``zero_1``
+    # ZeRO-3, in addition to ``zero_1``: every rank holds only its partition of weights and
+    # gradients, and gathers the weights of a layer when it needs them
     zero_3: bool = False
-    # Masters and moments are in host memory, where the optimizer steps them
+    # Whether master weights and moments are in host memory, and are updated on the host
     offloaded: bool = False
     # Fraction of the parameters that is trained; the others are frozen
     trained_share: float = 1.0
@@ -353,25 +362,26 @@ class Training:
         )
 
     def stage_parameters(self, stage_id: int) -> float:
-        """Parameters of one device: its part of the stage's blocks, embedding and head."""
+        """Return the parameters of one device: its part of the stage's blocks, embedding, head."""
         outer = self.shape.vocab_size * self.shape.hidden_size
         own = self._layers(stage_id) * self.shape.block_parameters
         own += outer if stage_id == 0 else 0
         if stage_id == self.stages - 1:
-            # A tied head on a different stage than the embedding is a second copy.
+            # If the head is tied but on another stage than the embedding, it is a second copy.
             own += self.shape.hidden_size + (0 if self.shape.tied and stage_id == 0 else outer)
         return own / self.tensor
 
     def state_bytes(self, stage_id: int) -> float:
-        """Bytes of model and optimizer of one device, without sharding."""
+        """Return the bytes of model and optimizer on one device, without sharding over replicas."""
         return (MODEL_BYTES + OPTIMIZER_BYTES) * self.stage_parameters(stage_id)
 
     @property
     def fits_device(self) -> bool:
-        """Whether model, and optimizer and half-precision gradients of what is trained, fit.
+        """Whether model, optimizer and half-precision gradients fit into a device's memory.
 
-        With ZeRO only this rank's partitions count; an offloaded optimizer takes nothing.
-        Activations and what ZeRO-3 has gathered are not counted.
+        Frozen weights have neither gradients nor optimizer state. With ZeRO, only the device's own
+        partitions count; an offloaded optimizer takes nothing.
+        Activations, and weights that ZeRO-3 has gathered, are not counted.
         """
         largest = max(self.stage_parameters(p) for p in range(self.stages))
         shares = self.data if self.zero_3 else 1
@@ -382,10 +392,10 @@ class Training:
 
     @property
     def forward_secs(self) -> tuple[float, ...]:
-        """Seconds of each stage for one micro-batch. The backward pass takes twice as long, or as
-        long without the gradients of frozen weights.
+        """Seconds of each stage for the forward pass of one micro-batch.
 
-        Counted are 2 operations per parameter and token, and attention.
+        Counted are 2 operations per parameter and token, and those of attention. The backward pass
+        takes twice as long, or as long if it computes no gradients of weights.
         """
         return tuple(
             self._forward_flops(p) / self.machine.achieved_flops for p in range(self.stages)
@@ -398,9 +408,9 @@ class Training:
 
     @property
     def reduce_secs(self) -> tuple[float, ...]:
-        """Seconds of each stage to reduce its gradients.
+        """Seconds of each stage to all-reduce its gradients.
 
-        Each tensor-parallel rank has a ring, and the rings of a node share its network.
+        Each tensor-parallel rank takes part in a ring, and the rings of a node share its network.
         """
         ring = 2 * (self.data - 1) / self.data * HALF_BYTES * self.trained_share
         rings = min(self.tensor, self.machine.devices_per_node)
@@ -411,7 +421,7 @@ class Training:
 
     @property
     def optimizer_secs(self) -> tuple[float, ...]:
-        """Seconds of each stage for the optimizer, bound by reads and writes of device memory."""
+        """Seconds of each stage for the optimizer step, which is bound by device memory."""
         nbytes = OPTIMIZER_TRAFFIC_BYTES * self.trained_share / self._optimizer_shares
         rate = self.machine.memory_bytes_per_sec
         return tuple(nbytes * self.stage_parameters(p) / rate for p in range(self.stages))

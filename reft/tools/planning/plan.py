@@ -1,8 +1,9 @@
-"""Predicts a job for ``reft plan`` before it is started. All figures are labelled as estimates.
+"""Predicts cost and tolerance of a job before it is started, for ``reft plan``.
 
-The cost of copies in a step depends on whether they fit into the time in which training does not
-use the link. That time comes from formulas over published figures, or from windows that ``reft
-profile`` has measured. No clock or file is read here.
+All figures are labelled as estimates. The cost of copies in a step depends on whether they fit into
+the times in which training leaves the device's link to the host idle (windows). Windows come from
+formulas over published figures, or from a measurement by ``reft profile``. No clock or file is read
+here.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ from reft.tools.planning.savings import (
 
 HOUR = 3600.0
 ESTIMATED = "estimated"
-# Assumed: time by which writing a version prolongs training, as a share of the writing time.
+# Assumed time by which writing a version to storage prolongs training, as a share of the time that
+# writing takes.
 COST_PART = 0.05
 _ASSUMED_BYTES_PER_SEC = 1e9
 _ASSUMED = " (assumed; the cluster file may say storage_bytes_per_sec)"
@@ -55,16 +57,17 @@ def make_plan(
     habits: CheckpointHabits = CheckpointHabits(),  # noqa: B008 -- frozen
     start_secs: float = START_SECS,
 ) -> dict[str, Any]:
-    """Plan a job; returns the JSON object that ``reft plan --json`` prints.
+    """Plan a job; return the JSON object that ``reft plan --json`` prints.
 
     Args:
         job: the job.
-        profile: a profile with measured windows; None: windows are estimated.
+        profile: a profile with measured windows; None: estimate the windows.
         habits: how the job saves and restarts without reft.
-        start_secs: seconds from the start of trainers to an engine that can be restored.
+        start_secs: seconds from the start of the trainers until their engines can be restored.
 
     Raises:
-        ConfigError: the groups are too small for the protection, or the profile is of another job.
+        ConfigError: the sharding groups are too small for the protection, or the profile is of a
+            job with a different layout.
     """
     block, training, cluster, notes = job.block, job.training, job.training.machine, list(job.notes)
     allowed = block.has.max_overhead
@@ -74,7 +77,8 @@ def make_plan(
     pace = estimated_pace(training)
     if profile is not None:
         share = block.has.compute_share
-        # The value that a job would take; whether its hosts have a free core is unknown here.
+        # Use the default of a running job. That depends on free cores of the hosts, too, which
+        # are unknown here.
         if share is None:
             share = 1.0 if profile.clock == "device" else 0.0
         pace = measured_pace(profile, training, share)
@@ -90,7 +94,7 @@ def make_plan(
             arenas=block.arena_count,
             block_bytes=block.block_bytes,
             memory_bytes=dict.fromkeys(job.topology.nodes, memory_bytes),
-            exact=False,  # All clusters have GPUs
+            exact=False,  # A host cannot recompute a GPU's optimizer step bit for bit
             rates=LinkRates(
                 cluster.copy_bytes_per_sec, cluster.network_share_bytes_per_sec, HOST_ADAM, 1
             ),
@@ -105,8 +109,8 @@ def make_plan(
     name = f"{AUTO if block.chooses else block.scheme}{AOR if recomputed else ''}"
     planned = choice.chosen if block.chooses else choice.of(name)
     fits = {alternative.name: pace(alternative.loads) for alternative in choice.alternatives}
-    # The interval at which versions are worth their cost. Training waits for the cost, while the
-    # rest of a copy runs during training.
+    # Find the interval at which versions are worth their cost. The cost is the time that training
+    # waits; the rest of the copying time overlaps with training.
     step, stages = pace.step_secs, sorted(pace.stages.items())
     cost = fits[planned.name].overhead * step
     copy = max(planned.loads[p].to_host_bytes / s.bandwidth.window for p, s in stages)
@@ -119,11 +123,18 @@ def make_plan(
         does = 'take them less often ("interval_steps"), or allow more'
         problems.append(str(Finding(Severity.REFUSED, text, does)))
     storage = plan_storage(job, planned, step * (1 + overhead), every)
+    write_secs = storage["costs"]["write_secs"]
+    if block.persist.dir is not None and step + write_secs > block.grace_secs:
+        notes.append(
+            f"a step and writing its version take {duration(step + write_secs)}, more than "
+            f"grace_secs, {duration(block.grace_secs)}: after SIGTERM the version may not reach "
+            f"storage. Write a larger grace_secs, and give the scheduler more than that"
+        )
     return {
         ESTIMATED: True,
         "well": not problems,
         "problems": problems,
-        "warnings": list(map(str, block_findings(block))),
+        "warnings": list(map(str, block_findings(block, for_megatron=job.for_megatron))),
         "notes": notes,
         "job": {
             "model": training.shape.name,
@@ -144,7 +155,7 @@ def make_plan(
             "secs": step,
             "bubble_fraction": sum(s.idle_secs for _, s in stages) / (len(stages) * step),
             "copy_bytes_per_sec": stages[0][1].bandwidth.window,
-            # Where step, windows and copy cost come from; transfers to peers are always estimated.
+            # Source of step time, windows and copy cost; transfers to peers are always estimated.
             "source": pace.estimator,
         },
         "rate": {
@@ -216,7 +227,7 @@ def make_plan(
 
 
 def _problems(job: PlannedJob, choice: Choice, planned: Alternative) -> list[tuple[str, str]]:
-    """Describe what is wrong with a protection, and what to change."""
+    """Describe what is wrong with the planned protection, and what to change."""
     found = []
     if why := planned.why_not(choice.wanted):
         better = planned is not choice.chosen and choice.reached
@@ -230,7 +241,7 @@ def _problems(job: PlannedJob, choice: Choice, planned: Alternative) -> list[tup
 
 
 def _explain_offload(offloaded_bytes: int, left_bytes: int, choice: Choice) -> str:
-    """Describe how much host memory an offloaded optimizer leaves, and for which protection."""
+    """Describe how much host memory an offloaded optimizer leaves, and what that suffices for."""
     fitting = [a for a in choice.alternatives if a.available and a.fits_memory]
     strongest = max(fitting, key=lambda a: a.tolerance, default=None)
     suffices = "too little for every protection of the table"
@@ -263,14 +274,14 @@ def _explain(best: int, every: int, allowed: float, *, adapts: bool) -> str:
 
 @dataclass(frozen=True)
 class StageWindows:
-    """The step of one stage, measured or estimated."""
+    """How one pipeline stage spends a step, measured or estimated."""
 
     windows: Sequence[Window]  # Times in which the device waits
-    bandwidth: Bandwidth  # Of copies in each situation
-    step_secs: float  # Without snapshots
+    bandwidth: Bandwidth  # Copy rate in windows, during computation and during communication
+    step_secs: float  # Time of a step without snapshots
     computing: Sequence[Interval] = ()  # Times in which the device computes
     communicating: Sequence[Interval] = ()  # Times in which the device communicates
-    limits: HasLimits = field(default_factory=HasLimits)  # What copies may do
+    limits: HasLimits = field(default_factory=HasLimits)  # When copies may run
 
     @property
     def idle_secs(self) -> float:
@@ -278,23 +289,26 @@ class StageWindows:
 
 
 class FitPrediction(NamedTuple):
-    """A prediction for a version in every step."""
+    """What a version in every step would cost."""
 
-    overhead: float  # Additional time as a share of the step
-    # Share of the bytes that is copied while devices wait, on the stage where it is smallest
+    overhead: float  # Additional time, as a share of the step
+    # Share of the bytes that can be copied while devices wait, on the stage where it is smallest
     in_windows: float
-    # Seconds for which the optimizer waits for copies, on the stage that waits longest
+    # Seconds for which the optimizer step waits for copies, on the stage that waits longest
     left_over_secs: float
 
 
 @dataclass(frozen=True)
 class WindowPace:
-    """The cost of copies in a step: training waits for those left at the optimizer step.
+    """Function that predicts the cost of copies in a step.
+
+    Training waits for the copies that are not finished at the optimizer step. Its argument is the
+    traffic of a version on each stage.
 
     Attributes:
-        stages: the step of each stage.
-        estimator: source of the windows, as shown to users.
-        training: the job over whose network partitions are sent to peers; None: not counted.
+        stages: how each stage spends a step.
+        estimator: source of the windows, as a text for users.
+        training: the job, for the cost of sending bytes to peers; None: do not count that cost.
     """
 
     stages: Mapping[int, StageWindows]
@@ -331,10 +345,10 @@ class WindowPace:
         )
 
     def _delays_secs(self, sent_bytes: int) -> float:
-        """Rough upper bound of the delay by transfers to peers, in seconds.
+        """Estimate roughly, from above, by how many seconds transfers to peers delay a step.
 
-        The transfers start with the step and may run during all of it. Transfers between stages
-        slow down for their share of the time.
+        The transfers start with the step and may last as long as the step. Meanwhile they slow down
+        computation, and transfers between stages for the share of the step that these take.
         """
         if (training := self.training) is None:
             return 0.0
@@ -350,12 +364,12 @@ class WindowPace:
 
 
 def measured_pace(profile: ProfileResult, training: Training, compute_share: float) -> WindowPace:
-    """The pace of a job that ``reft profile`` has measured.
+    """Make the predictor for a job from a profile that ``reft profile`` has measured.
 
     Args:
-        profile: profile of a job with the same stages and tensor-parallel degree.
+        profile: profile of a job with the same pipeline stages and tensor-parallel degree.
         training: the planned job.
-        compute_share: share of the computing time in which copies may run (tier 2), 0 to 1.
+        compute_share: share of the computing time in which copies may run, 0 to 1.
     """
     pp, _, tp = profile.degrees
     if (pp, tp) != (training.stages, training.tensor):
@@ -389,7 +403,10 @@ def measured_pace(profile: ProfileResult, training: Training, compute_share: flo
 
 
 def estimated_pace(training: Training) -> WindowPace:
-    """The pace by the idle windows of 1F1B, with equal stages and free transfers between them."""
+    """Make the predictor for a job from the formulas of the 1F1B schedule.
+
+    Stages are assumed to be equally long, and transfers between them to take no time.
+    """
     rate = training.machine.copy_bytes_per_sec
     forward_secs = max(training.forward_secs)
     pipeline = AnalyticEstimator(
@@ -409,7 +426,7 @@ def estimated_pace(training: Training) -> WindowPace:
             step_secs=reduced_secs + max(training.optimizer_secs),
             computing=[Interval(b, e) for b, e in zip(begins, ends, strict=True) if e > b],
             communicating=[Interval(pipeline.step_secs, reduced_secs)],
-            # Copy engines run concurrently with compute units.
+            # Allow copies during all of the computation: copy engines use no compute units.
             limits=HasLimits(compute_share=1.0, separate_links=separate),
         )
     return WindowPace(stages, ESTIMATED, training)
@@ -421,24 +438,24 @@ def estimated_pace(training: Training) -> WindowPace:
 def plan_storage(
     job: PlannedJob, planned: Alternative, step_secs: float, version_steps: int
 ) -> dict[str, Any]:
-    """How often versions go to storage, by the block and by ``"interval_steps": "auto"``.
+    """Plan how often versions go to storage: as configured, and as ``"auto"`` would choose.
 
-    The rule considers the costs, how often nodes and with them memory fail, and the bounds of the
-    block.
+    The rule of "auto" considers the cost of writing, how often more nodes fail than memory
+    survives, and the limits in the ``reft`` block.
 
     Args:
         job: the job.
         planned: the planned protection.
         step_secs: time of a step, including the cost of snapshots.
-        version_steps: interval of the versions in memory.
+        version_steps: steps between two versions in memory.
 
     Returns:
-        A JSON object. ``interval_steps`` follows the block; 0: only when the job is stopped, or
-        never. ``auto_steps`` follows the rule.
+        A JSON object. ``interval_steps`` is the configured interval; 0: only when the job is
+        stopped, or never. ``auto_steps`` is the interval that "auto" would choose.
     """
     config, cluster, topology = job.block.persist, job.training.machine, job.topology
     per_day = _failures_per_day(job)
-    # As in a running job: losses within the tolerance are counted.
+    # Count node losses as a running job does, with the tolerance of the planned protection.
     causes = [failure.weibull for failure in cluster.failures]
     mtbf, carried = memory_risk(
         topology, planned.tolerance, per_day / DAY_SECS, config.survival, causes
@@ -485,7 +502,7 @@ def plan_storage(
         "auto_steps": auto_steps,
         "because": str(because),
         "overhead": overhead,
-        # Mean time until more nodes are lost than memory survives
+        # Mean time until more nodes are lost at once than memory survives
         "memory_mtbf_secs": None if mtbf == inf else mtbf,
         "costs": {"step_secs": step_secs, "cost_secs": cost_secs, "write_secs": write_secs},
         "why": why,
@@ -493,7 +510,7 @@ def plan_storage(
 
 
 def _failures_per_day(job: PlannedJob) -> float:
-    """Failure rate of one node, from the block if it has one, else from the cluster."""
+    """Return the failures of one node per day: from the block if given there, else the cluster."""
     config = job.block.persist
     if "node_mtbf_days" in config.model_fields_set:
         return 1 / config.node_mtbf_days
@@ -516,10 +533,10 @@ def _plan_savings(
         job: the job.
         storage: the result of :func:`plan_storage`.
         habits: how the job saves and restarts without reft.
-        step_secs: time of a step without versions.
+        step_secs: time of a step in which no version is taken.
         version_steps: steps between two versions.
         overhead: share of the training time that versions cost.
-        start_secs: seconds from the start of trainers to an engine that can be restored.
+        start_secs: seconds from the start of the trainers until their engines can be restored.
     """
     nodes = len(set(job.topology.nodes))
     fullest = max(s.replicated_bytes + s.owned_bytes + s.host_bytes for s in job.sections)

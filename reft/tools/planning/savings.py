@@ -1,6 +1,6 @@
-"""Estimates what failures cost a job with and without reft, and how likely versions survive them.
+"""Estimates what node failures cost a job with and without reft, and how likely versions survive.
 
-Failures of nodes are assumed to be independent, with a constant rate.
+Failures of nodes are assumed to be independent of each other, with a constant rate.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from reft.profile.figure import new_figure
 from reft.protect.placement import Weibull, losses_within, node_survival, protected_survival
 
 START_SECS = 60.0
-"""Assumed seconds from the start of the trainers to an engine that can be restored."""
+"""Assumed seconds from the start of the trainers until their engines exist and can be restored."""
 _SMALL_JOB_NODES = 32
 _SILENT_SECS = (5.0, 15.0)
 """Seconds after which a silent host counts as lost, in small and in large jobs."""
@@ -45,10 +45,10 @@ class RecoveryParts:
     """Seconds of one recovery from the peers' memory, by part.
 
     Attributes:
-        notice_secs: time until a silent host counts as lost; dead processes are noticed at once.
+        notice_secs: time until a silent host counts as lost (dead processes are noticed at once).
         start_secs: time until new trainers have built their engines.
-        read_secs: time to read the state of the fullest rank from peers.
-        repeat_secs: time of the steps since the newest commit.
+        read_secs: time to read the state of the rank with the largest state from peers.
+        repeat_secs: time to repeat the steps since the newest commit.
     """
 
     notice_secs: float
@@ -66,11 +66,11 @@ class LostTime:
     """Shares of the training time that are lost to failures and to the protection against them.
 
     Attributes:
-        without: total loss with checkpoints alone.
-        versions: loss by copying versions.
-        storage: loss by writing to storage.
-        recoveries: loss by failures that memory survives.
-        beyond: loss by failures of more nodes than memory survives.
+        without: total share lost without reft, with checkpoints alone.
+        versions: with reft, share lost by copying versions.
+        storage: with reft, share lost by writing to storage.
+        recoveries: with reft, share lost by failures that memory survives.
+        beyond: with reft, share lost by failures of more nodes than memory survives.
     """
 
     without: float
@@ -91,10 +91,11 @@ def estimate_recovery(
 
     Args:
         nodes: number of nodes of the job.
-        read_secs: time to read the state of the fullest rank over the network.
+        read_secs: time to read the state of the rank with the largest state over the network.
         step_secs: time of one optimizer step.
-        version_steps: steps between two versions. On average as many steps are repeated: half of
-            them followed the last version, and a commit comes up to a step after its step.
+        version_steps: steps between two versions. On average this number of steps is repeated: a
+            failure occurs half an interval after a version on average, and the last version may not
+            be committed yet.
         start_secs: time until new trainers have built their engines.
     """
     notice_secs = _SILENT_SECS[nodes > _SMALL_JOB_NODES]
@@ -120,11 +121,11 @@ def estimate_lost_time(
         failures_per_sec: node losses per second in the whole job.
         habits: how the job saves and restarts without reft.
         recovery: parts of a recovery from memory.
-        versions: share of the training time that versions cost.
-        storage: share that writing to storage costs.
-        memory_losses_per_sec: rate of losses of more nodes than memory survives.
-        stored_secs: training time between two checkpoints of reft on storage; None: reft writes
-            none, and the job keeps its own, as in ``habits``.
+        versions: share of the training time that copying versions costs.
+        storage: share of the training time that writing to storage costs.
+        memory_losses_per_sec: rate at which more nodes are lost at once than memory survives.
+        stored_secs: training time between two checkpoints that reft writes to storage; None: reft
+            writes none, and the job keeps writing its own, as in ``habits``.
     """
     own_stall = habits.stall_secs / habits.interval_secs
     if stored_secs is None:
@@ -140,12 +141,15 @@ def estimate_lost_time(
 
 @dataclass(frozen=True)
 class SurvivalCurve:
-    """Probability over time that a job's state survives without replacements (REFT paper, Fig. 8).
+    """Probability over time that a job's state survives, if no lost node is replaced.
+
+    As in Fig. 8 of the REFT paper.
 
     Attributes:
-        days: points in time.
-        unprotected: probability that no node is lost.
-        protected: probability that no group loses more nodes than its memory survives.
+        days: points in time, in days since the start.
+        unprotected: probability at each point that no node is lost.
+        protected: probability at each point that no sharding group has lost more nodes than its
+            memory survives.
     """
 
     days: tuple[float, ...]
@@ -167,13 +171,13 @@ def survival_curve(
 
     Args:
         topology: nodes of the ranks.
-        tolerance: node losses that every sharding group survives.
-        causes: causes of node failures.
-        days: points in time.
+        tolerance: number of node losses that every sharding group survives.
+        causes: distribution of the time to failure for each cause of node failures.
+        days: points in time, in days.
     """
     size = max(len(set(topology.group_nodes(pp, tp))) for pp, tp in topology.groups())
     real_nodes = len(set(topology.failure_domains))
-    # The last group counts in full even if it does not fill its nodes.
+    # Round up to whole groups: the last group counts in full even if it has fewer nodes.
     nodes = whole_interval(real_nodes, size)
     survived = losses_within(size, min(tolerance, size))
     alive = [node_survival(day * DAY_SECS, causes) for day in days]
@@ -187,12 +191,12 @@ def survival_curve(
 def draw_survival(
     topology: Topology, tolerance: int, causes: Sequence[Weibull], name: str, path: Path
 ) -> None:
-    """Draw the survival curve.
+    """Draw the survival curve of a job into a file.
 
     Args:
         topology: nodes of the ranks.
-        tolerance: node losses that every sharding group survives.
-        causes: causes of node failures.
+        tolerance: number of node losses that every sharding group survives.
+        causes: distribution of the time to failure for each cause of node failures.
         name: name of the protection in the legend.
         path: file to write; its suffix selects the format (png, svg, pdf).
 
@@ -215,7 +219,7 @@ def draw_survival(
 
 
 def to_json(habits: CheckpointHabits, recovery: RecoveryParts, lost: LostTime) -> dict[str, Any]:
-    """Combine the estimates for ``reft plan --json``."""
+    """Combine the estimates into an object for ``reft plan --json``."""
     return {
         "habits": asdict(habits),
         "recovery": {**asdict(recovery), "total_secs": recovery.total_secs},

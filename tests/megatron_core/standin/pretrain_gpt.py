@@ -13,7 +13,29 @@ compute_on_cpu()
 
 from megatron.training import training  # noqa: E402
 
+import reft  # noqa: E402
+
 _SECS = 120.0
+
+
+class Guard:
+    """State of the script's own: iterations that this job has counted."""
+
+    seen = 0
+
+    def count(self, batch_size: int) -> float:
+        self.seen += 1
+        return _operations(batch_size)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.seen = state["seen"]
+
+
+_operations = training.num_floating_point_operations
+guard = Guard()
 
 
 def wait_for_commit(iteration: int) -> None:
@@ -40,4 +62,7 @@ def _is_told(iteration: int) -> bool:
 
 if __name__ == "__main__":
     training.on_iteration_end = wait_for_commit
+    training.num_floating_point_operations = guard.count
+    reft.keep_state({"guard": guard})
     training.pretrain()
+    print(f"the guard has seen {guard.seen} iterations")
