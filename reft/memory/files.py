@@ -200,7 +200,7 @@ _NO_LIMIT = 2**60
 class Bound:
     """A limit on memory."""
 
-    name: str  # For messages
+    name: str  # Name of the limit, for messages
     used_bytes: int  # Memory in use
     limit_bytes: int  # Total memory
 

@@ -37,7 +37,7 @@ DATA_ALIGNMENT_BYTES = 65536
 """The data region starts at a multiple of this, which is a multiple of every page size in use
 (arm64 has 64 KiB pages)."""
 
-_CORE = struct.Struct("<IIQQ")  # format version, kind, sequence, payload bytes
+_CORE = struct.Struct("<IIQQ")  # Format version, kind, sequence number, payload size in bytes
 _DIGESTS = struct.Struct("<Q16s")  # xxh3_64, MAC
 PREFIX_BYTES = len(MAGIC) + _CORE.size + _DIGESTS.size
 TABLE = np.dtype(
@@ -195,7 +195,7 @@ def decode_record(raw: memoryview, kind: RecordKind, secret: bytes | None) -> tu
 
     Raises:
         TornRecordError: the record is incomplete.
-        ArenaError: it has another kind, a later format or another job's MAC.
+        ArenaError: the record has another kind, a later format or another job's MAC.
     """
     if len(raw) < PREFIX_BYTES or bytes(raw[: len(MAGIC)]) != MAGIC:
         raise TornRecordError("no record: the magic number is missing")
@@ -233,7 +233,7 @@ def decode_geometry(raw: memoryview, secret: bytes | None) -> Geometry:
     """Decode the superblock.
 
     Raises:
-        ArenaError: it is damaged, from another job, or its sizes are impossible.
+        ArenaError: the superblock is damaged or another job's, or its sizes are impossible.
     """
     _, payload = decode_record(raw, RecordKind.SUPERBLOCK, secret)
     try:
@@ -261,7 +261,7 @@ def pack_entries(entries: Sequence[Entry]) -> bytes:
 
 
 def unpack_entries(table: bytes) -> tuple[Entry, ...]:
-    """Inverse of :func:`pack_entries`.
+    """Decode the output of :func:`pack_entries`.
 
     Raises:
         IndexError: a section code is invalid.
@@ -317,7 +317,8 @@ def decode_header(payload: bytes) -> tuple[ArenaHeader | None, bytes]:
         The header without its entries (None for an EMPTY arena), and the packed block table.
 
     Raises:
-        ArenaError: it cannot be decoded. Its digests match, so the cause is a bug in the writer.
+        ArenaError: the payload cannot be decoded. Its digests match, so the cause is a bug in
+            the writer.
     """
     try:
         head, table = msgpack.unpackb(payload)

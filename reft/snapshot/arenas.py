@@ -336,7 +336,7 @@ class RingExchange:
         count_sent(writer, self._topology, self._control.rank, rank, sent)
 
     def _peers(self, writer: ArenaWriter) -> tuple[dict[int, int], dict[int, int]]:
-        """Ring peers.
+        """Return the ring peers of this rank.
 
         Returns:
             The members that store this rank's bytes, and the members whose bytes this rank

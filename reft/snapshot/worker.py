@@ -148,8 +148,7 @@ class WorkerCallbacks:
     peer_errors: PeerErrors = field(default_factory=PeerErrors)
 
 
-# -- votes: in addition to the version, the ranks agree on the step to stop after
-# -------------------------
+# -- votes: in addition to the version, the ranks agree on the step to stop after ------------------
 
 
 def named_step(proposal: int, *, step: int, newest_step: int, late: bool) -> int:
