@@ -30,8 +30,8 @@ class AdamRecipe:
 
     kind: AdamKind
     decoupled: bool  # True if weight decay acts on the weights (AdamW), False if on the gradient
-    foreach: bool | None = None  # Torch's implementation; None for the device's default
-    fused: bool | None = None  # Torch's implementation; None for the device's default
+    foreach: bool | None = None  # Torch's option ``foreach``; None for the device's default
+    fused: bool | None = None  # Torch's option ``fused``; None for the device's default
     maximize: bool = False
     on_device: bool = False  # True if the owner's partition is not in host memory
 

@@ -509,7 +509,7 @@ class CupyBackend(Backend):
             items, numbers = find_launch_shape(rows, width, nbytes)
             device = targets[0].device.index
             grid = min(items, _processors(device) * _BLOCKS_PER_PROCESSOR)
-            arguments = tuple(map(np.uintp, (*numbers, *addresses)))  # All have 64 bits
+            arguments = tuple(map(np.uintp, (*numbers, *addresses)))  # All arguments have 64 bits
             _compiled(rows, width, device)((grid,), (THREADS,), arguments)
 
     @contextmanager

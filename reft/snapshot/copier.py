@@ -150,7 +150,7 @@ class ParityEncoder:
 class Chunk:
     """A range of one block."""
 
-    placed: PlacedBlock  # The block
+    placed: PlacedBlock  # Block to which the chunk belongs
     kind: ByteKind  # Kind of state by which the chunk's bytes are counted
     # Pairs of source and target; several if the chunk covers more than one tensor
     pieces: CheckedPieces
@@ -163,7 +163,7 @@ class Chunk:
     # For sources in host memory: all chunks of the block, as ranges to be copied and hashed;
     # otherwise None
     cut: CutRanges | None = None
-    number: int = 0  # Index of this chunk in ``cut``
+    number: int = 0  # Index of this chunk among the chunks in ``cut``
 
     @property
     def nbytes(self) -> int:

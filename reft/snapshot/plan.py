@@ -59,7 +59,7 @@ class SectionSizes:
     """Sizes in bytes of the sections of one sharding group."""
 
     replicated_bytes: int  # Replicated image, equal on all members
-    owned_bytes: tuple[int, ...]  # ZeRO partition of each member
+    owned_bytes: tuple[int, ...]  # ZeRO partition of each member, by dp index
     host_bytes: tuple[int, ...]  # Capacity reserved for the encoded host state of each member
     # Gradients for each member's partition if peers recompute it; otherwise empty or zeros
     gradient_bytes: tuple[int, ...] = ()
@@ -91,7 +91,7 @@ class MemberPlan:
     # Blocks stored for ring successors. Replicated blocks are copied from the member's own
     # replica; owned, host and checksum blocks are sent by their owner.
     redundant: tuple[PlacedBlock, ...]
-    data_bytes: int  # Size of the arena's data region
+    data_bytes: int  # Size of the arena's data region in bytes
     parity: tuple[PlacedBlock, ...] = ()  # Parity blocks, encoded from the member's own replica
     # The parity block's description by its key, with source blocks and coefficients
     terms: Mapping[BlockKey, CodedBlock] = field(default_factory=dict)

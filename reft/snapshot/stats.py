@@ -113,7 +113,7 @@ class RecomputeStats:
     # Number of partitions of which the owner had to send blocks, by cause
     resynced: dict[str, int] = field(default_factory=dict)
     secs: float = 0.0  # Total seconds spent on recomputing
-    cpu_secs: float = 0.0  # CPU time of the recomputing thread
+    cpu_secs: float = 0.0  # CPU seconds of the recomputing thread
 
 
 @dataclass
@@ -137,7 +137,7 @@ class SnapshotStats:
     # while training waited (0)
     tier_bytes: Counter[int] = field(default_factory=Counter)
     staged: int = 0  # Versions of which a part was staged on the device and drained later
-    staged_bytes: int = 0  # Bytes of these parts
+    staged_bytes: int = 0  # Total bytes of the staged parts
     # Seconds that it took to drain each staged part, the newest 512
     drain_secs: Samples = field(default_factory=Samples)
     # Seconds that the training thread spent on each version (capture and fence), the newest 512

@@ -75,7 +75,7 @@ from typing import Any
 from reft.grid import VersionId
 from reft.memory.header import ArenaState
 
-NONE_YET = VersionId(-1, -1)  # Older than every version
+NONE_YET = VersionId(-1, -1)  # Stands for "no version"; compares as older than every version
 
 
 class Stage(Enum):
@@ -111,7 +111,7 @@ class SkipCause:
 class Version:
     """One version on this rank."""
 
-    label: VersionId  # Name of the version
+    label: VersionId  # Id of the version: incarnation and step
     # Never cancelled: training waits at the fence until the version is copied (after a restore,
     # or before an exit)
     required: bool = False
@@ -345,7 +345,7 @@ class RejoinState:
     # version id contains the incarnation, because a job that goes back to an older checkpoint
     # repeats steps in a new incarnation.
     newest: VersionId
-    committed: VersionId | None  # Newest version known to be committed
+    committed: VersionId | None  # Newest version that the rank knows to be committed; None if none
     # Step after which all ranks stop, if this rank has received such a vote; otherwise None
     stop_step: int | None
 

@@ -359,7 +359,8 @@ class SnapshotWorker:
         self._gate = gate or Gate()
         self._writer: ArenaWriter | None = None
         """Writer of the arena of the version in progress; None if none is, or it was given up."""
-        self._version: CopiedVersion | None = None  # Last version that was copied
+        # Last version that was copied; None before the first
+        self._version: CopiedVersion | None = None
         self._records: list[ChunkRecord] = []
         # Times of the training thread's last hand-over and last fence, in seconds of
         # ``time.perf_counter()``
