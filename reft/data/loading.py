@@ -133,7 +133,7 @@ class Loader(TrackedLoader[Progress]):
         self._left_within_step = False
         saved = LOADERS.add(self)
         self._restored = None if saved is None else decode(saved, self._order, name)
-        self._loads = int(saved is not None)  # How often a version was loaded
+        self._loads = int(saved is not None)  # Number of times that a version was loaded
 
     @property
     def replica(self) -> tuple[int, int]:

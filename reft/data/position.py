@@ -111,7 +111,7 @@ class DataPosition:
         self._thread = threading.get_ident()
         self._stateful: Any = None
         self._stateful_saved: Any = None
-        self._source: Any = None  # The argument of ``train_batch``
+        self._source: Any = None  # Argument of the last ``train_batch`` call
         self._repeating = False
         self._inside = False
         self._read_inside = False  # Whether the last ``train_batch`` call has read from a loader
@@ -554,7 +554,8 @@ def _named(source: Any) -> str:
     if _is_repeating(source):
         return f" (RepeatingLoader over {_named(source.loader).strip(' ()')})"
     kind = type(source)
-    own = getattr(source, "__qualname__", None)  # Name of a generator
+    # Name of the function, if ``source`` is a generator
+    own = getattr(source, "__qualname__", None)
     return f" ({kind.__name__} {own})" if own else f" ({class_path(source)})"
 
 

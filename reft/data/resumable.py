@@ -36,7 +36,7 @@ R = TypeVar("R", bound=PassReader)
 class TrackedLoader(ABC, Generic[R]):
     """A loader whose position is part of a version, as plain values."""
 
-    kind: ClassVar[str]  # One of KINDS
+    kind: ClassVar[str]  # Kind of the loader, one of KINDS
     call: ClassVar[str]  # Beginning of the call that makes such a loader, for messages
 
     def __init__(self, name: str) -> None:

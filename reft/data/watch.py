@@ -189,7 +189,7 @@ class LoaderHook:
     """
 
     def __init__(self) -> None:
-        self._listeners: list[Listener] = []  # The engines that train on the batches
+        self._listeners: list[Listener] = []  # Engines that train on the loaders' batches
         # Classes whose ``__iter__`` is replaced, each with the original method
         self._patched: list[tuple[Any, Any]] = []
         self.resuming: ResumePhase | None = None

@@ -110,7 +110,7 @@ class DeepSpeedEngine:
     def capture(self, client_state: Mapping[str, Any] | None) -> dict[str, Any]:
         state = capture_host_state(self.engine, self.adapter, client_state, self.data.state())
         signature = self.adapter.signature()
-        if self._held[0] != signature:  # tensors were added or replaced
+        if self._held[0] != signature:  # Tensors were added or replaced
             self._held = signature, describe_layouts(self.engine, self.adapter)
         return {**state, HELD: self._held[1]}
 

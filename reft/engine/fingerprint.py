@@ -76,13 +76,13 @@ class Fingerprint:
     facts: Mapping[str, Fact]
 
     def without(self, names: Collection[str]) -> Fingerprint:
-        """A copy without the named facts and all facts under them."""
+        """Return a copy without the named facts and all facts under them."""
         return Fingerprint(
             {name: fact for name, fact in self.facts.items() if not _is_under(name, names)}
         )
 
     def only(self, names: Collection[str]) -> Fingerprint:
-        """A copy with only the named facts and all facts under them."""
+        """Return a copy with only the named facts and all facts under them."""
         return Fingerprint(
             {name: fact for name, fact in self.facts.items() if _is_under(name, names)}
         )

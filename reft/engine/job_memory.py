@@ -45,7 +45,8 @@ logger = logging.getLogger(__name__)
 # Job memory that engines of this process hold, by the directory's resolved path
 held: WeakValueDictionary[str, JobMemory] = WeakValueDictionary()
 
-# Most seconds to wait for the lock: killed trainers hold it until the kernel has freed their memory
+# Longest time in seconds to wait for the lock: killed trainers hold it until the kernel has
+# freed their memory
 _LOCK_SECS = 10.0
 
 

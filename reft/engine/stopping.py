@@ -29,9 +29,9 @@ _LONG_STEP_SECS = 0.5
 """After a step longer than this, a rank waits for the vote on the step before. All ranks must
 have the results of the same votes before they decide whether to stop. The limit is well below
 _STOP_NEXT_SECS, since ranks measure slightly different times."""
-_VOTE_SECS = 5.0  # Longest wait for a vote
+_VOTE_SECS = 5.0  # Longest wait for a vote, in seconds
 _VOTE_SHARE = 0.1  # Longest wait for a vote, as a fraction of the step
-_CLOSE_SECS = 1.0  # Time that is reserved for closing the session
+_CLOSE_SECS = 1.0  # Seconds that are reserved for closing the session
 _ALONE_SHARE = 0.5
 """Fraction of the grace period after which a rank stops without a common last step."""
 _BOUNDARY_SECS = 1.0

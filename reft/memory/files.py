@@ -27,7 +27,7 @@ from reft.memory.header import PAGE_BYTES
 
 # Bytes that are allocated or touched at once; between two such steps signals are handled
 _STEP_BYTES = 256 * 2**20
-_MADV_POPULATE_WRITE = 23  # Linux 5.14; not in the mmap module
+_MADV_POPULATE_WRITE = 23  # Since Linux 5.14; missing in Python's mmap module
 _NO_MEMORY = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG)
 
 
@@ -200,9 +200,9 @@ _NO_LIMIT = 2**60
 class Bound:
     """A limit on memory."""
 
-    name: str  # For messages
-    used_bytes: int  # Memory in use
-    limit_bytes: int  # Total memory
+    name: str  # Name of the limit, for messages
+    used_bytes: int  # Bytes in use
+    limit_bytes: int  # Bytes that may be in use
 
 
 def free_bytes(directory: Path) -> int:

@@ -16,7 +16,7 @@ def record_fingerprint(directory: Path, incarnation: int, encoded: str) -> None:
     record of their own. Called by one process of each node.
 
     Raises:
-        OSError: it cannot be recorded.
+        OSError: the file cannot be written.
     """
     records = {**_read_records(directory), incarnation: encoded}
     kept = sorted(records)[-_KEPT_INCARNATIONS:]

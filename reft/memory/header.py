@@ -37,8 +37,8 @@ DATA_ALIGNMENT_BYTES = 65536
 """The data region starts at a multiple of this, which is a multiple of every page size in use
 (arm64 has 64 KiB pages)."""
 
-_CORE = struct.Struct("<IIQQ")  # format version, kind, sequence, payload bytes
-_DIGESTS = struct.Struct("<Q16s")  # xxh3_64, MAC
+_CORE = struct.Struct("<IIQQ")  # Format version, kind, sequence number, payload size in bytes
+_DIGESTS = struct.Struct("<Q16s")  # xxh3_64 hash, MAC
 PREFIX_BYTES = len(MAGIC) + _CORE.size + _DIGESTS.size
 TABLE = np.dtype(
     [
@@ -79,9 +79,9 @@ class ArenaState(StrEnum):
 class Entry:
     """A block in an arena: its identity, position and checksum."""
 
-    key: BlockKey  # Identity within sharding group and version
-    start_bytes: int  # Offset in the section's image
-    nbytes: int  # Length without padding
+    key: BlockKey  # Identity of the block within its sharding group and version
+    start_bytes: int  # Offset in bytes in the section's image
+    nbytes: int  # Length in bytes without padding
     image_bytes: int  # Size of the section's image; recovery checks that the blocks cover it
     arena_offset: int  # Offset from the start of the arena's data region
     checksum: int  # xxh3_64 of the bytes
@@ -116,9 +116,9 @@ class RecordKind(IntEnum):
 class Geometry:
     """Sizes of an arena's regions."""
 
-    data_bytes: int  # Size of the data region
-    max_entries: int  # Capacity of the block table
-    copy_bytes: int  # Size of one header copy
+    data_bytes: int  # Size of the data region in bytes
+    max_entries: int  # Largest number of entries in the block table
+    copy_bytes: int  # Size of one header copy in bytes
 
     @classmethod
     def of(cls, data_bytes: int, max_entries: int) -> Geometry:
@@ -147,9 +147,9 @@ class Record:
     """A valid header copy."""
 
     index: int  # Index of the copy, 0 or 1
-    sequence: int  # Sequence number
+    sequence: int  # Sequence number of the record; the higher one is newer
     head: ArenaHeader | None  # Header without its entries; None for an EMPTY arena
-    table: bytes  # Packed entries
+    table: bytes  # Packed block table
 
     def header(self) -> ArenaHeader | None:
         """Return the header with its entries; slow for thousands of them.
@@ -195,7 +195,7 @@ def decode_record(raw: memoryview, kind: RecordKind, secret: bytes | None) -> tu
 
     Raises:
         TornRecordError: the record is incomplete.
-        ArenaError: it has another kind, a later format or another job's MAC.
+        ArenaError: the record has another kind, a later format or another job's MAC.
     """
     if len(raw) < PREFIX_BYTES or bytes(raw[: len(MAGIC)]) != MAGIC:
         raise TornRecordError("no record: the magic number is missing")
@@ -233,7 +233,7 @@ def decode_geometry(raw: memoryview, secret: bytes | None) -> Geometry:
     """Decode the superblock.
 
     Raises:
-        ArenaError: it is damaged, from another job, or its sizes are impossible.
+        ArenaError: the superblock is damaged or another job's, or its sizes are impossible.
     """
     _, payload = decode_record(raw, RecordKind.SUPERBLOCK, secret)
     try:
@@ -261,7 +261,7 @@ def pack_entries(entries: Sequence[Entry]) -> bytes:
 
 
 def unpack_entries(table: bytes) -> tuple[Entry, ...]:
-    """Inverse of :func:`pack_entries`.
+    """Decode the output of :func:`pack_entries`.
 
     Raises:
         IndexError: a section code is invalid.
@@ -317,7 +317,8 @@ def decode_header(payload: bytes) -> tuple[ArenaHeader | None, bytes]:
         The header without its entries (None for an EMPTY arena), and the packed block table.
 
     Raises:
-        ArenaError: it cannot be decoded. Its digests match, so the cause is a bug in the writer.
+        ArenaError: the payload cannot be decoded. Its digests match, so the cause is a bug in
+            the writer.
     """
     try:
         head, table = msgpack.unpackb(payload)

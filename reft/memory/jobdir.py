@@ -150,9 +150,9 @@ class JobSummary:
     job_id: str
     node: str
     owner_uid: int
-    created_unix_secs: float  # 0 if unknown
-    incarnation: int  # Newest incarnation
-    arenas: int  # number of arena files
+    created_unix_secs: float  # Time at which the directory was created; 0 if unknown
+    incarnation: int  # Newest incarnation of the job
+    arenas: int  # Number of arena files
     nbytes: int  # Memory in bytes that the directory takes
     alive_because: tuple[str, ...]  # Live processes that use the directory; empty for an orphan
     problem: str | None = None  # Reason why the directory could not be read; None if it could

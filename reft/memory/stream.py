@@ -88,7 +88,7 @@ def find_ranges(rows: Iterable[Range]) -> Ranges:
 class CutRanges:
     """Ranges in copy order, grouped into chunks."""
 
-    ranges: Ranges  # Ranges of all chunks
+    ranges: Ranges  # Ranges of all chunks, in the order of the chunks
     ends: NDArray[np.uint64]  # For each chunk, the index after its last range
     begins_bytes: Sequence[int]  # Bytes before each chunk; the last element is the total
 

@@ -87,8 +87,7 @@ class HostGate(Gate):
         self.alive_at = time.perf_counter()  # Time at which training last called the gate
         self._permits: dict[int, Permit] = {}  # One reused permit for each window
 
-    # -- training thread: the time of these calls is overhead of training
-    # --------------------------
+    # -- training thread: the time of these calls is overhead of training --------------------------
 
     def open(self, window: int | None, nbytes: int, mark: Any) -> None:
         if window is None:

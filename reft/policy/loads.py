@@ -43,7 +43,7 @@ class RankSections:
 
     replicated_bytes: int  # State that is equal on all data-parallel peers
     owned_bytes: int = 0  # The rank's ZeRO partition
-    host_bytes: int = 0  # Memory reserved for the encoded host state
+    host_bytes: int = 0  # Bytes reserved for the encoded host state
     # Part of the partition that does not change (frozen weights): sent once, later only compared
     frozen_owned_bytes: int = 0
 
@@ -55,8 +55,8 @@ class LinkRates:
     They are those of the slowest rank, measured at the start, or assumed in a plan.
     """
 
-    copy_bytes_per_sec: float  # From the device to its host
-    peer_bytes_per_sec: float  # From a host to the hosts of its ring peers
+    copy_bytes_per_sec: float  # Copies from the device to its host
+    peer_bytes_per_sec: float  # Messages from a host to the hosts of its ring peers
     adam_parameters_per_sec: float  # Parameters that one core of a host updates in a second
     free_cores: int  # Number of a rank's cores that training does not use
 

@@ -116,7 +116,7 @@ class MemoryBudget:
     """Memory of one rank under a layout, in bytes."""
 
     needed: int  # Size of all arenas of the rank under the layout
-    held: int  # Size of the rank's present arenas
+    held: int  # Size of the arenas that the rank has now
     free: int  # Free memory of the rank's node
     limit: int  # Limit on the size of this rank's arenas; negative for no limit
     margin: int  # Memory of the node that must stay free if the rank's arenas grow

@@ -49,7 +49,7 @@ _TIERS = {
 
 # (Offset, height) of the bars and of the chunks within a row
 _BAR, _CHUNKS = (-0.34, 0.46), (0.19, 0.15)
-_FADED = 0.3  # Opacity of the steps before and after
+_FADED = 0.3  # Opacity of the steps before and after the drawn one
 
 
 def draw(result: ProfileResult, path: Path, step: int | None = None) -> None:

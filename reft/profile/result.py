@@ -188,7 +188,7 @@ class ProfileResult:
     """A profile, by stage and by step."""
 
     job_id: str
-    degrees: tuple[int, int, int]  # pp, dp, tp
+    degrees: tuple[int, int, int]  # Parallel degrees (pp, dp, tp)
     steps: tuple[int, ...]
     step_secs: Percentiles
     bandwidth_bytes_per_sec: float | None  # Copies of one rank into host memory; None if unknown

@@ -514,8 +514,8 @@ class CodedBlock:
 class BlockCode:
     """The blocks of one sharding group's replicated section under a code."""
 
-    code: Code  # The layout
-    nbytes: int  # Size of the section without padding
+    code: Code  # Pieces and their placement
+    nbytes: int  # Size of the section in bytes, without padding
     block_bytes: int  # Largest size of a block, a multiple of 128
 
     @cached_property

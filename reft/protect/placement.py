@@ -28,7 +28,7 @@ class GroupPlacement:
 
     # Members in ring order; copies of a member's bytes are on its predecessors
     ring: tuple[int, ...]
-    copies: int  # Redundant copies of every shard (k)
+    copies: int  # Number k of redundant copies of every shard
     parities: int = 0  # Parities of every stripe of the replicated section; 0 for no erasure code
 
     @property

@@ -285,10 +285,11 @@ def _detach_all(item: Any, device: Any = None) -> Any:
     return item
 
 
-# --- values that change every step, and their place in the host state
-# ----------------------------- A value for which the code below finds no place in the host state
-# is assumed to stay the same as long as the layout does. A module's state dict may hold only
-# tensors: any other value could change unnoticed, so it is refused.
+# --- values that change every step, and their place in the host state -----------------------------
+#
+# A value for which the code below finds no place in the host state is assumed to stay the same as
+# long as the layout does. A module's state dict may hold only tensors: any other value could change
+# unnoticed, so it is refused.
 
 
 def client_state(host_state: HostState) -> dict[str, Any]:

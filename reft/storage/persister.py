@@ -53,7 +53,7 @@ class PersistStatus:
     writing: VersionId | None = None  # Version that is being written
     phase: str | None = None  # Phase of writing, as in PersistProgress
     stale_since_step: int | None = None  # Step since which no version has reached storage
-    error: str | None = None  # Last error
+    error: str | None = None  # Last error of writing; None after a success
     attempts: int = 0  # Number of attempts since the last success
     lag_steps: int = 0  # Steps by which storage is older than memory
     # Newest due version that newer ones replaced in memory before it was written
