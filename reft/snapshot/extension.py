@@ -3,16 +3,18 @@
 The worker takes a version in a fixed order: copy, vote, exchange, seal, vote, commit. A *feature*
 overrides methods of :class:`VersionFeature`, which the worker calls at these points:
 
-==================================== ===========================================================
-method when ====================================
-=========================================================== :meth:`~VersionFeature.read` own
-blocks are copied; the live tensors are still unchanged :meth:`~VersionFeature.inspect` every own
-block has its checksum :meth:`~VersionFeature.fill` before peers send their checksums
-:meth:`~VersionFeature.compare` after that, before peers send what this rank lacks
-:meth:`~VersionFeature.exchanged` all bytes from peers have arrived
-:meth:`~VersionFeature.ballot` before each of the two votes :meth:`~VersionFeature.voted` after
-each of the two votes :meth:`~VersionFeature.committed` every rank has sealed the version
-==================================== ===========================================================
+====================================  ===========================================================
+method                                when
+====================================  ===========================================================
+:meth:`~VersionFeature.read`          own blocks are copied; the live tensors are still unchanged
+:meth:`~VersionFeature.inspect`       every own block has its checksum
+:meth:`~VersionFeature.fill`          before peers send their checksums
+:meth:`~VersionFeature.compare`       after that, before peers send what this rank lacks
+:meth:`~VersionFeature.exchanged`     all bytes from peers have arrived
+:meth:`~VersionFeature.ballot`        before each of the two votes
+:meth:`~VersionFeature.voted`         after each of the two votes
+:meth:`~VersionFeature.committed`     every rank has sealed the version
+====================================  ===========================================================
 
 The session creates the features and hands them to the worker. The core imports none of them: a job
 without features uses only this package, with :class:`FixedScheme` and the gate that admits every
