@@ -105,7 +105,7 @@ class VersionFeature:
     """
 
     name = ""
-    """Key of this feature's numbers in a ballot."""
+    """Name of the feature, and key of its numbers in a ballot."""
 
     # -- training thread ---------------------------------------------------------------------------
 
@@ -219,7 +219,7 @@ class SchemePolicy(VersionFeature, ABC):
 
     @property
     def is_due(self) -> bool:
-        """Whether :meth:`change` will change something now; the same on all ranks."""
+        """Whether a call of :meth:`change` would change something now; the same on all ranks."""
         return False
 
 
