@@ -1,4 +1,5 @@
-"""The fingerprint of a job: facts that must be equal before stored state is restored (P7). Pure."""
+"""The fingerprint of a job: facts about its configuration, layout and data that must be equal
+before stored state is restored (P7). Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ _FORMAT = 1
 
 _BATCH = ("config.train_batch_size", "config.train_micro_batch_size_per_gpu")
 
-ACCEPT_KEY = "accept_changes"  # Key of the ``reft`` block that lists facts which may differ
+# Key of the ``reft`` block whose value lists facts that may differ
+ACCEPT_KEY = "accept_changes"
 
 AT_LAUNCH = ("script", "seed", "arguments")
 """Facts that are compared when a person starts the job, not when it restarts automatically: the

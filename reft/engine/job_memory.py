@@ -206,8 +206,8 @@ class JobMemory:
 
     Attributes:
         identity: identity of the job, with its fingerprint.
-        job_dir: directory of its memory.
-        record: record of the job in the rendezvous store; used by rank 0.
+        job_dir: directory of the job's memory on this node.
+        record: record of the job in the rendezvous store, which rank 0 uses.
         incarnation: number of this start; incremented when the job goes back to an older version.
 
     Raises:

@@ -149,7 +149,8 @@ class Restorer:
             except LayoutError as error:
                 if not plan.other_layout:
                     raise
-                # No tensor has been written. Try an older version of this job's own layout.
+                # No tensor has been written yet, so try an older version that has this job's own
+                # layout.
                 recovery, plan = self._survey_own_layout(plan, error)
                 continue
             if isinstance(outcome, RecoveryOutcome):

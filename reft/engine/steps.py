@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class SteppedSession(Protocol):
-    """The part of a session that :class:`StepHooks` uses."""
+    """The part of a session's interface that :class:`StepHooks` uses."""
 
     @property
     def stepped(self) -> bool: ...

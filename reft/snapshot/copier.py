@@ -592,7 +592,8 @@ class Copier:
     def wait_for_copies(self) -> None:
         """Wait for the copies of a version that is given up. They must not arrive in the arena
         when it already holds another version (P5)."""
-        # If the engine is closed or the device has failed, no copy arrives any more.
+        # Ignore errors: if the engine is closed or the device has failed, no copy will arrive
+        # any more.
         with suppress(CopyOrderError, RuntimeError):
             self.engine.synchronize()
 
@@ -744,7 +745,7 @@ class Copier:
         writer.hashing.append(self._hashers.submit(hash_blocks))
 
     def _reach(self, number: int) -> None:
-        """Trigger the fault points before a chunk, each once."""
+        """Trigger the fault injection points that precede a chunk, each once."""
         for point in self._points.pop(number, ()):
             self._fault(point)
 

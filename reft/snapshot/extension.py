@@ -3,16 +3,18 @@
 The worker takes a version in a fixed order: copy, vote, exchange, seal, vote, commit. A *feature*
 overrides methods of :class:`VersionFeature`, which the worker calls at these points:
 
-==================================== ===========================================================
-method when ====================================
-=========================================================== :meth:`~VersionFeature.read` own
-blocks are copied; the live tensors are still unchanged :meth:`~VersionFeature.inspect` every own
-block has its checksum :meth:`~VersionFeature.fill` before peers send their checksums
-:meth:`~VersionFeature.compare` after that, before peers send what this rank lacks
-:meth:`~VersionFeature.exchanged` all bytes from peers have arrived
-:meth:`~VersionFeature.ballot` before each of the two votes :meth:`~VersionFeature.voted` after
-each of the two votes :meth:`~VersionFeature.committed` every rank has sealed the version
-==================================== ===========================================================
+====================================  ===========================================================
+method                                when
+====================================  ===========================================================
+:meth:`~VersionFeature.read`          own blocks are copied; the live tensors are still unchanged
+:meth:`~VersionFeature.inspect`       every own block has its checksum
+:meth:`~VersionFeature.fill`          before peers send their checksums
+:meth:`~VersionFeature.compare`       after that, before peers send what this rank lacks
+:meth:`~VersionFeature.exchanged`     all bytes from peers have arrived
+:meth:`~VersionFeature.ballot`        before each of the two votes
+:meth:`~VersionFeature.voted`         after each of the two votes
+:meth:`~VersionFeature.committed`     every rank has sealed the version
+====================================  ===========================================================
 
 The session creates the features and hands them to the worker. The core imports none of them: a job
 without features uses only this package, with :class:`FixedScheme` and the gate that admits every
@@ -103,7 +105,7 @@ class VersionFeature:
     """
 
     name = ""
-    """Key of this feature's numbers in a ballot."""
+    """Name of the feature, and key of its numbers in a ballot."""
 
     # -- training thread ---------------------------------------------------------------------------
 
@@ -217,7 +219,7 @@ class SchemePolicy(VersionFeature, ABC):
 
     @property
     def is_due(self) -> bool:
-        """Whether :meth:`change` will change something now; the same on all ranks."""
+        """Whether a call of :meth:`change` would change something now; the same on all ranks."""
         return False
 
 

@@ -259,7 +259,7 @@ class LiveImages:
 
     replicated: SectionImage  # Replicated section, equal on all data-parallel peers
     owned: SectionImage  # This rank's ZeRO partition
-    signature: Hashable  # Changes if the images consist of different tensors
+    signature: Hashable  # Value that changes if the images consist of different tensors
     # Captured gradients of the newest step for each member whose partition this rank recomputes
     gradients: Mapping[int, SectionImage] = field(default_factory=dict)
     # Size of the gradients of one partition; 0 if the job recomputes no partitions. The same on

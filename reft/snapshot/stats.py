@@ -1,4 +1,4 @@
-"""Counters of the snapshots of one rank, and the errors of its worker."""
+"""Counters of the versions of one rank, and the errors of its snapshot worker."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class RecomputeStats:
 
 @dataclass
 class SnapshotStats:
-    """Counters of this rank's snapshots since the start of the incarnation."""
+    """Counters of this rank's versions since the start of the incarnation."""
 
     taken: int = 0  # Versions that were copied to memory completely
     committed: int = 0  # Versions that were committed globally

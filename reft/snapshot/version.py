@@ -154,12 +154,12 @@ class Task(Enum):
     # Copy a version. The worker reports `UNFIT`; or `BEGIN`, `SlotTaken`, `Released`, `COPIED`,
     # in this order; `CopyFailed` may end the task at any point
     COPY = auto()
-    VOTE_COPIED = auto()  # Vote on whether all ranks have copied: `Voted`
+    VOTE_COPIED = auto()  # Vote on whether all ranks have copied the version: `Voted`
     LAYOUT = auto()  # Agree on a new layout: `LAID_OUT`
     # Exchange bytes with peers and seal the slot: `DRAINED` if a part was staged, then `SEALED`
     # or `SealFailed`
     SEAL = auto()
-    VOTE_SEALED = auto()  # Vote on whether all ranks have sealed: `Voted`
+    VOTE_SEALED = auto()  # Vote on whether all ranks have sealed the version: `Voted`
     SWITCH = auto()  # Change the protection between two versions, if requested: `SWITCHED`
     REJOIN = auto()  # Close all connections and connect again: `Rejoined` or `RejoinFailed`
     END = auto()  # End the thread; no more versions are taken
@@ -660,7 +660,7 @@ def _leave_gate(state: RankState) -> tuple[Effect, ...]:
 
 
 def step(state: RankState, event: Event) -> Next:  # noqa: PLR0911, PLR0912 -- all that may happen, one by one
-    """Apply an event.
+    """Return the state after an event.
 
     Returns:
         The next state, and the effects to carry out, in this order.

@@ -215,7 +215,7 @@ class Votes:
         return max((at for at in self._given_up if at + 2 <= step), default=-1)
 
     def gave_up(self, step: int) -> None:
-        """Record that a vote rejected a version."""
+        """Record that a vote has rejected the version of ``step``."""
         self._given_up = (*self._given_up[-3:], step)
 
     def handed_over(self, version: VersionId) -> bool:
