@@ -230,6 +230,7 @@ def _describe(answer: ScaleAnswer) -> str:
 def advise_command(
     memory_dir: MemoryDirs = None,
     job: Job = None,
+    *,
     max_nodes: Annotated[
         int | None,
         typer.Option(
