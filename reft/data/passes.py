@@ -443,7 +443,7 @@ def positioned(loader: Any, position: Position, taken: int) -> Iterator[Any]:
         twin = copy.copy(loader)
         name = "batch_sampler" if loader.batch_sampler is not None else "sampler"
         skipping = SkippingSampler(getattr(loader, name), taken)
-        # DataLoader refuses to set these attributes. Only the copy is changed.
+        # Change the copy's attributes through vars(), since DataLoader refuses to set them.
         vars(twin).update({name: skipping, "_iterator": None})
         if position.renewed:
             skipping.before = lambda: _restore_start(loader, position.start)

@@ -311,7 +311,7 @@ class LoaderHook:
 
     @property
     def is_evaluating(self) -> bool:
-        """Whether there are engines and none of them trains."""
+        """Whether there are engines, and none of them is in training mode."""
         return self.is_watching and not any(listener.is_training() for listener in self._listeners)
 
     def before_batch(self, reader: PassReader) -> None:

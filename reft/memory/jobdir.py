@@ -300,7 +300,8 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Replace a JSON file (0600) in one step: readers see the old file or the new one."""
+    """Replace a JSON file (mode 0600) in one step, so that readers see either the old or the new
+    file."""
     with whole_file(path, mode=0o600, sync=False) as file:
         file.write(json.dumps(value, default=str).encode())
 

@@ -175,8 +175,8 @@ class HashingCopier:
 
 
 class PlainHashingCopier(HashingCopier):
-    """:class:`HashingCopier` without the compiled loop: copies a piece, then hashes it from the
-    cache."""
+    """:class:`HashingCopier` without the compiled loop. It copies a piece and then hashes it
+    while it is in the cache."""
 
     def __init__(self) -> None:
         self._hash, self._not_finite = xxhash.xxh3_64(), False

@@ -230,7 +230,8 @@ class _CoreOfTraining:
         it copies."""
         if not self.active and _current_core is not None:
             found = os.sched_getaffinity(0)
-            if self._core is None or found != {self._core}:  # Otherwise :meth:`follow` has set it
+            # If they are equal, :meth:`follow` has set the affinity
+            if self._core is None or found != {self._core}:
                 self._allowed = found
             self._thread = threading.get_native_id()
             self.active = True

@@ -544,7 +544,7 @@ class Pacer(VersionFeature):
             self.model.observe_copy(tier, sum(c.nbytes for c in mine), secs)
 
     def _judge(self, step: StepObservation, chunks: Sequence[ChunkRecord]) -> None:
-        """Learn which windows were overrun, and which had time left."""
+        """Learn from a step which windows were overrun by copies, and which had time left."""
         if self.plan is None or step.key != self._plan_key or not chunks:
             return
         ended = chunks[-1].end_secs

@@ -263,9 +263,9 @@ class RetentionConfig:
     """Settings for the versions that are kept."""
 
     versions: int = 2  # Number of versions that each rank keeps if there is enough memory
-    margin_bytes: int = 0  # Memory of a node that versions must leave free
-    look_secs: float = 1.0  # Interval between two checks of the node's memory
-    calm_secs: float = CALM_SECS  # Time for which enough memory must be free before a move up
+    margin_bytes: int = 0  # Bytes of a node's memory that versions must leave free
+    look_secs: float = 1.0  # Seconds between two checks of the node's memory
+    calm_secs: float = CALM_SECS  # Seconds for which enough memory must be free before a move up
 
 
 class SchemeSwitch(SchemePolicy):
@@ -369,7 +369,7 @@ class SchemeSwitch(SchemePolicy):
                     now,
                 )
             except OSError as error:
-                # Not fatal: whether a version can be taken depends only on its arenas.
+                # Only log this, since taking versions depends only on their arenas.
                 if not self._look_failed:
                     logger.warning("the node's memory use cannot be read: %s", error)
                 self._look_failed = True

@@ -155,8 +155,8 @@ class StageProfile:
     usable_secs: Percentiles  # Idle time outside of the optimizer step, which copies can use
     snapshot_bytes: int  # Bytes that one rank copies from its device per version; 0 if unknown
     windows: tuple[MeasuredWindow, ...]  # Windows in the order of the instructions
-    # Means per rank and step: bytes copied by tier (0: at the fence), and seconds of copying by the
-    # device's simultaneous activity.
+    # Means per rank and step: bytes copied by tier (0: while training waited at the fence), and
+    # seconds of copying by what the device did at the same time.
     copied: dict[int, float]
     copying_secs: dict[Overlap, float]
 
@@ -230,7 +230,7 @@ class ProfileResult:
         profiled.
 
         Args:
-            step: global step; None: the step whose length is nearest to the median.
+            step: global step to return; None for the step whose length is nearest to the median.
         """
 
         def unlike(step: int) -> float:

@@ -46,7 +46,7 @@ _MIN_SLOPE = 0.5
 _RESOLUTION_SECS = 1e-7
 
 CallAt = tuple[int, int, int]  # Rank, index of the step, index of the instruction in the trace
-Ready = dict[CallAt, float]  # Time at which all participants of a call were present
+Ready = dict[CallAt, float]  # For each call, the time at which all participants had begun it
 
 
 class _Meeting(NamedTuple):

@@ -37,7 +37,7 @@ class ArenaReport:
     path: Path
     header: ArenaHeader | None  # Header of the arena; None if EMPTY
     nbytes: int  # Size of the file in bytes
-    # Blocks whose bytes do not match their checksum; None if they were not read
+    # Blocks whose bytes do not match their checksum; None if the blocks were not read
     bad_blocks: tuple[BlockKey, ...] | None = None
 
     @property
