@@ -184,8 +184,8 @@ def _initialize(
 
 
 def _register_optimizer(config: Any) -> None:
-    """Let DeepSpeed find :class:`reft.ExactAdam`, if the configuration names it. DeepSpeed looks in
-    ``torch.optim`` for the names that it does not know."""
+    """Make :class:`reft.ExactAdam` available to DeepSpeed if the configuration names it as the
+    optimizer. DeepSpeed looks for unknown names in ``torch.optim``."""
     optimizer = config.get("optimizer") if isinstance(config, Mapping) else None
     if isinstance(optimizer, Mapping) and optimizer.get("type") == "ExactAdam":
         import torch

@@ -105,7 +105,7 @@ class CutRanges:
 
     @cached_property
     def hashed_only(self) -> CutRanges:
-        """The same ranges, to be read without copying them."""
+        """The same ranges without targets, so that they are only read and hashed."""
         ranges = self.ranges.copy()
         ranges[:, 0] = 0
         return replace(self, ranges=ranges)

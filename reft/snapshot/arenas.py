@@ -416,11 +416,11 @@ class ArenaSet:
         self._wanted = files.count
         self._unused: frozenset[int] = frozenset()
         self._contents = WeakKeyDictionary[Arena, tuple[GroupLayout, Mapping[PlacedBlock, int]]]()
-        """Layout, and checksums of blocks that an arena holds, unless a version is being written to
-        it."""
+        """For each arena into which no version is being written, its layout and the checksums of
+        the blocks that it holds."""
         self._newest: Mapping[PlacedBlock, int] = {}
         """Checksums of all blocks of the newest committed version."""
-        self._random = random.Random()  # not torch's or Python's own, which training uses
+        self._random = random.Random()  # Not the generators of torch or Python, which training uses
         self._refusals = Backoff(1, _MAX_BACKOFF_VERSIONS)
         self._skip_versions = 0
         # Whether memory has to be reserved after the next commit, which may take seconds
@@ -471,13 +471,13 @@ class ArenaSet:
         return ArenaWriter(slot, arena, layout, label, data, held=held)
 
     def _unchanged(self, arena: Arena, layout: GroupLayout) -> dict[PlacedBlock, int]:
-        """Checksums of the blocks in an arena that are equal in the newest version. Such a block is
-        expected not to have changed since, as the weights that an adapter (LoRA) leaves frozen: it
-        is compared, and copied and sent only if it differs."""
+        """Return the checksums of those blocks in an arena that are the same in the newest
+        version. Such a block is expected not to have changed since, like the weights that a LoRA
+        adapter leaves frozen. It is compared, and copied and sent only if it differs."""
         known, checksums = self._contents.pop(arena, (layout, {}))
         if known is not layout:
             return {}
-        # The partitions of peers are overwritten where they are recomputed.
+        # If peers' partitions are recomputed, they are overwritten in the arena.
         sections = {Section.REPLICATED}
         if not layout.plan.sizes.recomputed:
             sections.add(Section.OWNED)
@@ -487,7 +487,8 @@ class ArenaSet:
             if placed.key.section in sections and self._newest.get(placed) == value
         }
         if held:
-            # Bytes that are not written for long could be damaged unnoticed: one block is read.
+            # Bytes that are not written for a long time could be damaged without notice, so read
+            # one block.
             placed = self._random.choice([*held])
             begin = placed.arena_offset
             if checksum(arena.data[begin : begin + placed.block.nbytes]) != held[placed]:
