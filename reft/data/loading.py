@@ -506,8 +506,8 @@ def loader(
     else:
         batches = SharedBatches(samples, batch_size, step_samples, drop_last=drop_last, name=name)
         if options.get("num_workers") and options.get("prefetch_factor") is None:
-            # Read ahead little: samples that a worker has read are taken, so no other replica
-            # can train on them.
+            # Read only one batch ahead: samples that a worker has read are taken, so no other
+            # replica can train on them.
             options["prefetch_factor"] = 1
     return Loader(
         dataset,

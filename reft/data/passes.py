@@ -229,8 +229,8 @@ class PassReader:
     Attributes:
         loader: torch's loader.
         taken: number of batches that were handed out.
-        counts: whether the pass was trained on or read to its end, and so determines the
-            position; looking at a batch is not enough.
+        counts: whether the pass determines the position, because it was trained on or read to
+            its end; looking at a batch is not enough.
         unwatched: True if the pass counts only because there was no engine yet; an engine may
             train on another pass.
         evaluates: whether the pass was read while no engine trained. A version then holds the

@@ -214,8 +214,8 @@ def _prepare() -> None:
     from reft.refusal import end_in_words
 
     def init_distributed(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call the original function, and mark the begin and end of the creation of process
-        groups, which ``reft history`` shows."""
+        """Call the original function, and mark when the creation of process groups begins and
+        ends, which ``reft history`` shows."""
         mark(GROUPS)
         try:
             return original(*args, **kwargs)

@@ -654,7 +654,8 @@ def scan(
 def headers(
     job_dir: Path, secret: bytes | None, job_id: str | None = None
 ) -> list[tuple[Path, ArenaHeader]]:
-    """Return files and headers of a job's arenas, without those that are EMPTY or unreadable."""
+    """Return the path and the header of each of a job's arenas that is neither EMPTY nor
+    unreadable."""
     found = []
     for path, arena in scan(job_dir, secret, job_id):
         if isinstance(arena, Arena):

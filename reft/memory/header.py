@@ -101,7 +101,7 @@ class ArenaHeader:
     label: VersionId  # Incarnation and step of the version
     state: ArenaState  # State of the version
     entries: tuple[Entry, ...] = ()  # Block table; empty until the version is sealed
-    sealed_unix_secs: float = 0.0  # Time of sealing; 0 before
+    sealed_unix_secs: float = 0.0  # Time at which the version was sealed; 0 before
     layout: str = ""  # Hex hash of degrees and section sizes; versions of other layouts are refused
     # Erasure code of the replicated section, in the form of
     # `reft.protect.codes.BlockCode.describe`; empty without one

@@ -59,7 +59,7 @@ class Window:
     """An idle interval of one stage within one step."""
 
     kind: WindowKind  # Why the stage waits
-    # Begin, in seconds since the begin of the stage's first instruction in the step
+    # Begin, in seconds after the stage's first instruction of the step has begun
     start_secs: float
     stop_secs: float  # End, in seconds on the same clock
     # Index of the instruction during which the device waits (a receive, a reduction) in the

@@ -114,8 +114,8 @@ class Segment(NamedTuple):
 class RankStep(StepTrace):
     """A trace of a rank's step that holds segments instead of instructions."""
 
-    # Seconds from the begin of this step to that of the next one, or to the end of this step if
-    # the next one is unknown
+    # Seconds from the beginning of this step to that of the next one, or to the end of this step
+    # if the next one is unknown
     step_secs: float
     segments: tuple[Segment, ...]
 
@@ -131,7 +131,8 @@ class RankStep(StepTrace):
 
 @dataclass(frozen=True, slots=True)
 class MeasuredWindow:
-    """An idle interval that recurs in every step, with the medians of its begin and its length."""
+    """An idle interval that recurs in every step, with the medians of the time at which it
+    begins and of its length."""
 
     kind: WindowKind
     start_secs: float
