@@ -530,7 +530,8 @@ def count_received(iterator: Iterator[Any]) -> int | None:
 def is_left_out(iterator: Iterator[Any], received: int | None) -> bool:
     """Return whether torch's iterator continues after the batch for which it raised an error.
 
-    It does after an error in the data set, but not after a worker has died or timed out.
+    The iterator continues after an error in the data set, but not after a worker has died or
+    timed out.
     """
     return received is None or count_received(iterator) != received
 

@@ -455,9 +455,9 @@ class Arena:
     def close(self) -> None:
         """Release the locks and this object's reference to the mapping.
 
-        The memory is unmapped when the last view of :attr:`data` is freed. It must not be unmapped
-        earlier: ``torch.frombuffer`` keeps the view alive but does not lock it, and would read
-        unmapped memory.
+        The memory is unmapped when the last view of :attr:`data` is freed. The memory must not
+        be unmapped earlier: ``torch.frombuffer`` keeps the view alive but does not lock it, and
+        would read unmapped memory.
         """
         self._close_files()
         self._data = self._view = memoryview(b"")

@@ -133,7 +133,8 @@ class HashingCopier:
     during the copy. A range of floating-point numbers must begin at a multiple of 8 hashed
     bytes.
 
-    One thread may use it at a time; calls release the GIL. Made by :func:`hashing_copier`.
+    Only one thread at a time may use an object of this class; its calls release the GIL. Made by
+    :func:`hashing_copier`.
     """
 
     not_finite = False  # Whether the bytes of the last checksum contained a NaN or an infinity

@@ -71,8 +71,8 @@ class HostGate(Gate):
         self._stuck = False
         self._closing = ctypes.c_int(0)
         """Flag shared with the C++ copy loop. While training waits for the chunk in flight, it
-        is not 0 and the loop begins no further chunk. It only shortens the wait; correctness
-        depends on the lock."""
+        is not 0 and the loop begins no further chunk. The flag only shortens the wait;
+        correctness depends on the lock."""
         self._beside = Permit(2, until=self._closing)
         self._communication = Permit(3, until=self._closing)
         self._changed = threading.Event()
@@ -212,8 +212,8 @@ class HostGate(Gate):
 class _CoreOfTraining:
     """Places the copying thread on the core of the training thread, and removes it again.
 
-    It does nothing if the system does not support affinities, or if the two threads are bound to
-    different cores.
+    This class does nothing if the system does not support affinities, or if the two threads are
+    bound to different cores.
     """
 
     def __init__(self) -> None:

@@ -64,7 +64,7 @@ _ROOM_AFTER_RISE = 1.5
 class MemoryGuard:
     """Proposes one rank's level of the ladder from the free memory of its node.
 
-    It proposes the next level down (cheaper) as soon as less than the margin is free. It
+    The guard proposes the next level down (cheaper) as soon as less than the margin is free. It
     proposes the next level up when, for ``calm_secs``, that level would have left 1.5 times the
     margin free. This time doubles whenever a move up had to be reversed.
     """

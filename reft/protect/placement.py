@@ -6,9 +6,9 @@
 - ``peer`` (Gemini): state that only one member owns (its ZeRO partition, its host state) is sent to
   its k ring predecessors.
 
-Both place a member's bytes on the same holders, so one map serves for both. Under an erasure
-code, parities replace the copies of replicated state. State that only one member owns is still
-copied, to as many peers as the number of losses that the code survives.
+Both methods place a member's bytes on the same holders, so one map serves for both. Under an
+erasure code, parities replace the copies of replicated state. State that only one member owns is
+still copied, to as many peers as the number of losses that the code survives.
 """
 
 from __future__ import annotations

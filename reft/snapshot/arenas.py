@@ -433,7 +433,7 @@ class ArenaSet:
 
         Args:
             label: the version to be written.
-            layout: its layout.
+            layout: layout of the version.
             wait: True to wait up to :attr:`pin_secs` seconds for readers of a slot.
             taken: called with the number of the slot before its content is overwritten.
 

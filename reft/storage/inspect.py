@@ -1,9 +1,9 @@
 """Inspects the memory of a job, live or dead, on one or several nodes: ``reft inspect``, ``reft
 verify``.
 
-Both commands read the arenas' headers; ``verify`` also reads every block. They start no process
-and change nothing. Whether a version can be recovered is decided by the same plan that a restart
-uses.
+Both commands read the arenas' headers; ``verify`` also reads every block. The commands start no
+process and change nothing. Whether a version can be recovered is decided by the same plan that a
+restart uses.
 """
 
 from __future__ import annotations
