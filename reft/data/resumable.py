@@ -169,8 +169,8 @@ LOADERS = Registry()
 class ResumableLoader(TrackedLoader[LoaderIterator]):
     """Wraps a loader for a script that iterates over it itself. Made by :func:`resumable`.
 
-    The iteration may start before or after ``engine.load_checkpoint``. Other attributes are those
-    of the loader; without a session it behaves like the loader.
+    The iteration may start before or after ``engine.load_checkpoint``. All other attributes are
+    those of the wrapped loader; without a session the wrapper behaves like that loader.
     """
 
     kind, call = "resumable", "reft.resumable(loader"

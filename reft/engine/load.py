@@ -235,8 +235,8 @@ class Restorer:
         """Load weights without an optimizer. A job may start from these weights, but never
         resumes from them (P3).
 
-        They are ignored if this job has resumed its own state: the script loads them at every
-        start, but only the first start needs them.
+        The weights are ignored if this job has resumed its own state: the script loads them at
+        every start, but only the first start needs them.
         """
         resumed = self._resumed
         if resumed is not None and not self._trains and resumed.is_the_jobs_own:

@@ -184,8 +184,8 @@ def _initialize(
 
 
 def _register_optimizer(config: Any) -> None:
-    """Let DeepSpeed find :class:`reft.ExactAdam`, if the configuration names it. DeepSpeed looks in
-    ``torch.optim`` for the names that it does not know."""
+    """Make :class:`reft.ExactAdam` available to DeepSpeed if the configuration names it as the
+    optimizer. DeepSpeed looks for unknown names in ``torch.optim``."""
     optimizer = config.get("optimizer") if isinstance(config, Mapping) else None
     if isinstance(optimizer, Mapping) and optimizer.get("type") == "ExactAdam":
         import torch
@@ -214,8 +214,8 @@ def _prepare() -> None:
     from reft.refusal import end_in_words
 
     def init_distributed(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call the original function, and mark the begin and end of the creation of process
-        groups, which ``reft history`` shows."""
+        """Call the original function, and mark when the creation of process groups begins and
+        ends, which ``reft history`` shows."""
         mark(GROUPS)
         try:
             return original(*args, **kwargs)

@@ -259,8 +259,8 @@ class Session:
 
     @property
     def started(self) -> bool:
-        """Whether the session takes versions. It starts to after a state was loaded, or none was
-        found."""
+        """Whether the session takes versions. It begins to do so after a state was loaded, or
+        none was found."""
         return self.worker is not None
 
     @property

@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 _REPEAT_SECS = 2.0
 """Seconds after the first signal within which further signals are ignored as repeats."""
 _STOP_NEXT_SECS = 1.0
-"""Seconds. If a step takes longer than this, the job stops after the next step, otherwise after
-the second next."""
+"""Limit in seconds: if a step takes longer than this, the job stops after the next step,
+otherwise after the one that follows the next."""
 _LONG_STEP_SECS = 0.5
 """After a step longer than this, a rank waits for the vote on the step before. All ranks must
 have the results of the same votes before they decide whether to stop. The limit is well below

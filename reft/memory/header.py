@@ -5,10 +5,11 @@
     4096 + c       header copy B
     data offset    data, a multiple of 64 KiB from the start of the file
 
-Every record carries a magic number, the format version, a sequence number, its length, an unkeyed
-hash and a keyed MAC. A change of state is written over the *older* copy, so a write that is torn at
-any byte leaves the newer one intact. Readers take the valid copy with the highest sequence number.
-The hash distinguishes a torn record from one that was written with another job's secret.
+Superblock and header copies are *records*. Every record carries a magic number, the format
+version, a sequence number, its length, an unkeyed hash and a keyed MAC. A change of state is
+written over the *older* copy, so a write that is torn at any byte leaves the newer one intact.
+Readers take the valid copy with the highest sequence number. The hash distinguishes a torn
+record from one that was written with another job's secret.
 """
 
 from __future__ import annotations
@@ -82,7 +83,8 @@ class Entry:
     key: BlockKey  # Identity of the block within its sharding group and version
     start_bytes: int  # Offset in bytes in the section's image
     nbytes: int  # Length in bytes without padding
-    image_bytes: int  # Size of the section's image; recovery checks that the blocks cover it
+    # Size in bytes of the section's image; recovery checks that the blocks cover all of it
+    image_bytes: int
     arena_offset: int  # Offset from the start of the arena's data region
     checksum: int  # xxh3_64 of the bytes
     owner: bool  # True for the member's own block, False for a redundant copy or a parity block
@@ -99,7 +101,7 @@ class ArenaHeader:
     label: VersionId  # Incarnation and step of the version
     state: ArenaState  # State of the version
     entries: tuple[Entry, ...] = ()  # Block table; empty until the version is sealed
-    sealed_unix_secs: float = 0.0  # Time of sealing; 0 before
+    sealed_unix_secs: float = 0.0  # Time at which the version was sealed; 0 before
     layout: str = ""  # Hex hash of degrees and section sizes; versions of other layouts are refused
     # Erasure code of the replicated section, in the form of
     # `reft.protect.codes.BlockCode.describe`; empty without one
@@ -325,7 +327,7 @@ def decode_header(payload: bytes) -> tuple[ArenaHeader | None, bytes]:
         if head is None:
             return None, b""
         header = ArenaHeader(
-            # Headers of earlier releases lack the last two
+            # Headers written by earlier releases lack the last two fields
             **{name: head[name] for name in _PLAIN if name in head},
             degrees=Degrees(*head["degrees"]),
             coordinate=Coordinate(*head["coordinate"]),
@@ -349,8 +351,8 @@ def newest_record(copies: Sequence[memoryview], secret: bytes | None) -> Record:
         ArenaError: no copy is valid, and one is of another job or a later format.
     """
     found: list[tuple[int, int, bytes]] = []
-    # Only types and texts are kept. An error's traceback refers to this frame, and that cycle would
-    # keep the views, and so the mapping, alive.
+    # Keep only types and texts of errors. An error's traceback refers to this frame, and this
+    # reference cycle would keep the views, and so the mapping, alive.
     refusals: list[tuple[type[ArenaError], str]] = []
     for index, raw in enumerate(copies):
         try:

@@ -1,4 +1,5 @@
-"""Requests of ``reft scale`` and the launcher's answers: files in a node's memory."""
+"""Files in a node's memory: requests of ``reft scale`` to change the number of nodes, and the
+launcher's answers."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class Window:
     """An idle interval of one stage within one step."""
 
     kind: WindowKind  # Why the stage waits
-    # Begin, in seconds since the begin of the stage's first instruction in the step
+    # Begin, in seconds after the stage's first instruction of the step has begun
     start_secs: float
     stop_secs: float  # End, in seconds on the same clock
     # Index of the instruction during which the device waits (a receive, a reduction) in the
@@ -124,7 +124,7 @@ class AnalyticEstimator:
 
     @property
     def step_secs(self) -> float:
-        """(m+P-1)(t_f + t_b), without the reductions and the optimizer."""
+        """Duration of a step, (m+P-1)(t_f + t_b), without the reductions and the optimizer."""
         return (self.micro_batches + self.stages - 1) * (self.forward_secs + self.backward_secs)
 
     def windows(self, stage_id: int) -> tuple[Window, ...]:
@@ -268,7 +268,7 @@ class Overflow(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A part of one step in which the device computes, or only the network is busy."""
+    """A part of one step in which the device computes, or in which only the network is busy."""
 
     start_secs: float
     stop_secs: float
@@ -330,7 +330,7 @@ class PlannedBytes:
 
 @dataclass(frozen=True)
 class HasSchedule:
-    """The plan of one rank for one iteration."""
+    """The plan of one rank's copies in one iteration (step)."""
 
     sections: Mapping[str, int]  # Bytes that this rank copies, by section of the stage image
     # Tier 1: one entry for each usable window, in order of time; the index is the window's
@@ -353,7 +353,7 @@ class HasSchedule:
 
     @property
     def tier_bytes(self) -> dict[int, int]:
-        """Bytes by tier; tier 0 holds the left-over bytes."""
+        """Number of bytes by tier; tier 0 is for the left-over bytes."""
         return {
             1: sum(p.nbytes for p in self.windows),
             2: sum(p.nbytes for p in self.computing),

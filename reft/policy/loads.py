@@ -44,7 +44,8 @@ class RankSections:
     replicated_bytes: int  # State that is equal on all data-parallel peers
     owned_bytes: int = 0  # The rank's ZeRO partition
     host_bytes: int = 0  # Bytes reserved for the encoded host state
-    # Part of the partition that does not change (frozen weights): sent once, later only compared
+    # Part of the partition that never changes (frozen weights): it is sent once, and with later
+    # versions only compared
     frozen_owned_bytes: int = 0
 
 
@@ -52,7 +53,7 @@ class RankSections:
 class LinkRates:
     """Rates at which ZeRO partitions are sent or recomputed.
 
-    They are those of the slowest rank, measured at the start, or assumed in a plan.
+    The rates are those of the slowest rank, measured at the start, or assumed in a plan.
     """
 
     copy_bytes_per_sec: float  # Copies from the device to its host

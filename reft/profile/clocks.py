@@ -32,8 +32,8 @@ _ANCHORS = 5
 
 Span = tuple[float, float]  # Begin and end of a call by ``time.perf_counter``
 Mark = Any  # What DeviceClock.mark returns
-# Marks at the begin and end of each instruction of a step; empty if the trace already holds the
-# host's times
+# Marks before and after each instruction of a step; empty if the trace already holds the host's
+# times
 Marks = Sequence[tuple[Mark, Mark]]
 
 

@@ -58,7 +58,7 @@ def draw(result: ProfileResult, path: Path, step: int | None = None) -> None:
     Args:
         result: the profile.
         path: file to write; its suffix selects the format (png, svg, pdf).
-        step: global step; None: the step whose length is nearest to the median.
+        step: global step to draw; None for the step whose length is nearest to the median.
 
     Raises:
         ConfigError: the step was not profiled, matplotlib is missing, or the file cannot be

@@ -61,8 +61,9 @@ class ArenaWriter:
     scanned: dict[PlacedBlock, Ranges] = field(default_factory=dict)
     # Blocks that contain a NaN or an infinity
     not_finite: set[PlacedBlock] = field(default_factory=set)
-    # Checksums of blocks whose bytes are in the arena from the previous version in this slot, and
-    # are expected to be those of this version, too. An entry is deleted before its block is written
+    # Checksums of blocks whose bytes the arena still holds from the version that was in this slot
+    # before, and that are expected to be the same in this version. An entry is deleted before its
+    # block is written.
     held: dict[PlacedBlock, int] = field(default_factory=dict)
     # Pending calls that hash blocks from a device, on other threads
     hashing: list[Future[None]] = field(default_factory=list)
@@ -174,8 +175,8 @@ class ArenaWriter:
     def wanted(self, member: int) -> list[PlacedBlock]:
         """Return the blocks that ``member`` has to send to this rank, in plan order.
 
-        Blocks of its partition that are here with the same checksum are left out: they were
-        recomputed, or have not changed since the version before in this slot.
+        Blocks of the member's partition that this rank has with the same checksum are left out:
+        they were recomputed, or have not changed since the version that was in this slot before.
         """
 
         def is_there(placed: PlacedBlock) -> bool:
@@ -415,11 +416,11 @@ class ArenaSet:
         self._wanted = files.count
         self._unused: frozenset[int] = frozenset()
         self._contents = WeakKeyDictionary[Arena, tuple[GroupLayout, Mapping[PlacedBlock, int]]]()
-        """Layout, and checksums of blocks that an arena holds, unless a version is being written to
-        it."""
+        """For each arena into which no version is being written, its layout and the checksums of
+        the blocks that it holds."""
         self._newest: Mapping[PlacedBlock, int] = {}
         """Checksums of all blocks of the newest committed version."""
-        self._random = random.Random()  # not torch's or Python's own, which training uses
+        self._random = random.Random()  # Not the generators of torch or Python, which training uses
         self._refusals = Backoff(1, _MAX_BACKOFF_VERSIONS)
         self._skip_versions = 0
         # Whether memory has to be reserved after the next commit, which may take seconds
@@ -432,7 +433,7 @@ class ArenaSet:
 
         Args:
             label: the version to be written.
-            layout: its layout.
+            layout: layout of the version.
             wait: True to wait up to :attr:`pin_secs` seconds for readers of a slot.
             taken: called with the number of the slot before its content is overwritten.
 
@@ -470,13 +471,13 @@ class ArenaSet:
         return ArenaWriter(slot, arena, layout, label, data, held=held)
 
     def _unchanged(self, arena: Arena, layout: GroupLayout) -> dict[PlacedBlock, int]:
-        """Checksums of the blocks in an arena that are equal in the newest version. Such a block is
-        expected not to have changed since, as the weights that an adapter (LoRA) leaves frozen: it
-        is compared, and copied and sent only if it differs."""
+        """Return the checksums of those blocks in an arena that are the same in the newest
+        version. Such a block is expected not to have changed since, like the weights that a LoRA
+        adapter leaves frozen. It is compared, and copied and sent only if it differs."""
         known, checksums = self._contents.pop(arena, (layout, {}))
         if known is not layout:
             return {}
-        # The partitions of peers are overwritten where they are recomputed.
+        # If peers' partitions are recomputed, they are overwritten in the arena.
         sections = {Section.REPLICATED}
         if not layout.plan.sizes.recomputed:
             sections.add(Section.OWNED)
@@ -486,7 +487,8 @@ class ArenaSet:
             if placed.key.section in sections and self._newest.get(placed) == value
         }
         if held:
-            # Bytes that are not written for long could be damaged unnoticed: one block is read.
+            # Bytes that are not written for a long time could be damaged without notice, so read
+            # one block.
             placed = self._random.choice([*held])
             begin = placed.arena_offset
             if checksum(arena.data[begin : begin + placed.block.nbytes]) != held[placed]:

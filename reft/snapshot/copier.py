@@ -493,7 +493,8 @@ class Copier:
         queued: _Queued = []
         records: list[ChunkRecord] = []
         if self.engine.asynchronous:
-            for placed in writer.local_blocks:  # all are copied, whatever the arena holds
+            # On a device, copy all blocks, whatever the arena holds
+            for placed in writer.local_blocks:
                 writer.held.pop(placed, None)
 
             def hand_over(batch: _Batch, mark: Any) -> CopyTicket:
@@ -564,7 +565,8 @@ class Copier:
         begin, nbytes = placed.block.start_bytes, placed.block.nbytes
         if torch.equal(self._scratch[:nbytes], writer.tensor(placed)[:nbytes]):
             return ()
-        writer.held.pop(placed, None)  # if it was the arena that changed, it is written again
+        # If the arena's bytes have changed, not the tensor, they are written again
+        writer.held.pop(placed, None)
         image = _find_image(images, placed)
         assert image is not None
         first = writer.tensor(placed)[:nbytes]
@@ -644,14 +646,15 @@ class Copier:
         if it has not changed, is only hashed.
 
         Returns:
-            Time and size of the copy, and the number of chunks to go on by: fewer than all if
-            training set the stop flag; negative, back to the first one, if the block has changed.
+            Time and size of the copy, and the number of chunks by which to advance: fewer than
+            were given if training has set the stop flag; negative, back to the first chunk, if the
+            block has changed.
         """
         began = ended = time.perf_counter()
         first, cut = chunks[0], _at_once(chunks[0])
         hashes = first.section is not Section.GRADIENTS
         copied = len(chunks)
-        if cut is None:  # copied piece by piece, whatever the arena holds
+        if cut is None:  # The block is copied piece by piece, whatever the arena holds
             writer.held.pop(first.placed, None)
         held = writer.held.get(first.placed)
         try:
@@ -674,7 +677,7 @@ class Copier:
         if held is None:
             writer.traffic.to_host[first.kind] += nbytes
         elif writer.checksums.get(first.placed, held) != held:
-            # The block has changed, so it is copied after all, from its first chunk on.
+            # The block has changed, so copy it after all, from its first chunk on.
             del writer.held[first.placed], writer.checksums[first.placed]
             copied = -first.number
         record = ChunkRecord(permit.tier, nbytes, began, ended, permit.window, first.section.value)

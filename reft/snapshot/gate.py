@@ -52,7 +52,8 @@ class Gate:
         self._hurried = hurried
 
     def open(self, window: int | None, nbytes: int, mark: Any) -> None:
-        """Open a window, since the device will be idle or communicate from now on. Called by T.
+        """Open a window, since the device will be idle or communicate from now on. Called by the
+        training thread.
 
         Args:
             window: number of the window; None for communication.
@@ -61,8 +62,9 @@ class Gate:
         """
 
     def close(self) -> float:
-        """Close the window, since the device computes again. Called by T. Waits for the chunk in
-        flight, up to a limit, so that no chunk overlaps the next training instruction.
+        """Close the window, since the device computes again. Called by the training thread.
+        Waits for the chunk in flight, up to a limit, so that no chunk overlaps the next training
+        instruction.
 
         Returns:
             The seconds waited.
@@ -71,10 +73,11 @@ class Gate:
 
     def expedite(self) -> None:
         """Admit everything until :meth:`reset`, because training waits at the fence. Called by
-        T."""
+        the training thread."""
 
     def reset(self) -> None:
-        """Admit nothing until :meth:`enter`, because the version has ended. Called by T."""
+        """Admit nothing until :meth:`enter`, because the version has ended. Called by the
+        training thread."""
 
     def share(self, part: float, nbytes: int = 0, bytes_per_sec: float = math.inf) -> None:
         """Set how much may be copied outside of windows.
@@ -88,7 +91,8 @@ class Gate:
         """
 
     def enter(self, draining: bool = False) -> None:
-        """Begin to admit chunks of a version that was handed to the worker. Called by T.
+        """Begin to admit chunks of a version that was handed to the worker. Called by the
+        training thread.
 
         Args:
             draining: True if an older version is still being drained, which is copied first.
@@ -96,18 +100,20 @@ class Gate:
 
     def begin(self) -> None:
         """Discard windows that opened before the newest version was handed over, since its copy
-        begins now. Called by W."""
+        begins now. Called by the copying thread."""
 
     def leave(self) -> None:
-        """Stop admitting, since no version is left to copy. Called by W."""
+        """Stop admitting, since no version is left to copy. Called by the copying thread."""
 
     def admit(self) -> Permit:
-        """Wait until a chunk may be copied, and return the permit. Called by W, which must give
-        each permit back with :meth:`release`: :meth:`close` waits for chunks that hold one."""
+        """Wait until a chunk may be copied, and return the permit. Called by the copying thread,
+        which must give each permit back with :meth:`release`: :meth:`close` waits for chunks
+        that hold one."""
         return EXPEDITED if self._hurried() else self._permit
 
     def release(self, permit: Permit, secs: float) -> None:
-        """Give a permit back after the copy, which took ``secs`` seconds. Called by W."""
+        """Give a permit back after the copy, which took ``secs`` seconds. Called by the copying
+        thread."""
 
 
 @dataclass(frozen=True, slots=True)

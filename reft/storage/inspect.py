@@ -1,9 +1,9 @@
 """Inspects the memory of a job, live or dead, on one or several nodes: ``reft inspect``, ``reft
 verify``.
 
-Both commands read the arenas' headers; ``verify`` also reads every block. They start no process
-and change nothing. Whether a version can be recovered is decided by the same plan that a restart
-uses.
+Both commands read the arenas' headers; ``verify`` also reads every block. The commands start no
+process and change nothing. Whether a version can be recovered is decided by the same plan that a
+restart uses.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ArenaReport:
     path: Path
     header: ArenaHeader | None  # Header of the arena; None if EMPTY
     nbytes: int  # Size of the file in bytes
-    # Blocks whose bytes do not match their checksum; None if they were not read
+    # Blocks whose bytes do not match their checksum; None if the blocks were not read
     bad_blocks: tuple[BlockKey, ...] | None = None
 
     @property

@@ -307,7 +307,7 @@ class DiskRestorer:
                 )
 
     def refused(self, found: LoadedCheckpoint) -> tuple[str, ...]:
-        """Return the reasons for which checkpoints were refused so far."""
+        """Return, for each checkpoint that was refused so far, the reason."""
         return (*found.problems, *self._refused.values())
 
     def check(self, checkpoint: DiskCheckpoint, *, whole: bool = True) -> dict[str, Any] | None:

@@ -107,7 +107,9 @@ class Persister:
         # Newest version whose protection is known, and whether the loss of one node would lose
         # it.
         self._unprotected: tuple[VersionId | None, bool] = (None, False)
-        self._fenced = (0, "")  # Newest incarnation that fenced this node, and the message
+        # Newest incarnation that has taken over the storage from this node, and the error's
+        # message
+        self._fenced = (0, "")
         self._refused: VersionId | None = None  # Version at which storage failed last
         # First due version that was skipped since the last successful write, because memory no
         # longer held it; None if none was.
