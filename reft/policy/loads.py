@@ -136,8 +136,8 @@ def group_loads(
         next_ones = [ring[(at + i) % size] for i in range(1, peers + 1)]
         sends_partition = not (recomputed and exact)
         unsent = own.frozen_owned_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
-        # Under AOR, a member's version also holds its peers' partitions, and the gradients of
-        # these partitions in single precision.
+        # Under AOR, a version also holds the peers' partitions, and their gradients in single
+        # precision.
         parameters = [
             -(-sections[m].owned_bytes // OPTIMIZER_BYTES) for m in next_ones if recomputed
         ]

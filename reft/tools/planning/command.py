@@ -337,7 +337,7 @@ def _alternatives(plan: Plan) -> Table:
 
 
 def _shown(plan: Plan) -> list[dict[str, Any]]:
-    """The cheapest schemes, with the planned one and auto's choice."""
+    """Return the schemes to show: the cheapest ones, the planned one and auto's choice."""
     return [
         a
         for number, a in enumerate(plan["alternatives"])

@@ -28,9 +28,10 @@ from reft.errors import ConfigError
 from reft.grid import Coordinate, Degrees, Topology
 from reft.naming import BLOCK_NAME
 from reft.policy.loads import GRADIENT_BYTES, MODEL_BYTES, OPTIMIZER_BYTES, RankSections
-from reft.tools.planning.model import Cluster, Training, load_shape, read_model_shape
+from reft.tools.planning.model import Cluster, PlannedShape, Training, load_shape, read_model_shape
 
-_ADAM = ("adam", "adamw", "lamb", "fusedadam", "fusedlamb")
+_EXACT = "exactadam"
+_ADAM = ("adam", "adamw", "lamb", "fusedadam", "fusedlamb", _EXACT)
 _MOMENT_BYTES = 8
 _DECIDING = frozenset(
     {
@@ -38,13 +39,14 @@ _DECIDING = frozenset(
         *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
     }
 )
-"""Keys without whose value a job cannot be planned."""
+"""Keys whose values a plan depends on: "auto" is not accepted for them."""
 _MEGATRON = {
     "bf16": {"enabled": True},
     "zero_optimization": {"stage": 1},
     "optimizer": {"type": "Adam"},
 }
-"""DeepSpeed's settings that hold what Megatron-LM holds with its distributed optimizer in bf16."""
+"""DeepSpeed's settings with the same training state as Megatron-LM's distributed optimizer in
+bf16."""
 
 
 # DeepSpeed's own order comes first, then orders that number tensor slices consecutively, because
@@ -133,6 +135,7 @@ class PlannedJob:
     # Nominal number of parameters, taken as spread evenly over the stages; None: count each stage's
     parameters: float | None = None
     notes: tuple[str, ...] = ()  # Assumptions that were made
+    is_exact: bool = False  # The optimizer is ExactAdam, whose step a host repeats bit for bit
     for_megatron: bool = False  # Megatron-LM trains, and writes its checkpoints itself
 
     @cached_property
@@ -251,18 +254,14 @@ def plan_job(
             "ZeRO-3: all state is partitioned, so that a copy is the whole partition of a peer; "
             "the time in which weights are gathered is not counted, so snapshots cost less"
         )
-    if parameters is not None and not 0 < parameters < 1e15:
-        raise ConfigError(f"--parameters is {parameters:g}; write a number such as 1.3e9")
-    if model is not None:
-        shape, assumed = load_shape(model, seq_length)
-    elif parameters is not None:
-        shape, assumed = read_model_shape(parameters, layouting.tp, seq_length)
-    else:
-        raise ConfigError(
-            "the model is not known; write --model llama2-1.3b, -2.7b, -6.7b or -34b, the path of "
-            "a .json file such as the config.json of a Hugging Face model, or --parameters 7e9"
-        )
+    shape, assumed = _find_shape(model, parameters, layouting.tp, seq_length)
     notes += [assumed] if assumed else []
+    share = 1.0 if trained is None else trained / (parameters or shape.parameters)
+    if not 0 < share <= 1:
+        raise ConfigError(
+            f"--trained-parameters is {trained:g}; write at most the model's number, "
+            f"{parameters or shape.parameters:g}, such as 40M for adapters"
+        )
     samples = _count(config, "train_micro_batch_size_per_gpu") or 1
     dp, micro_batches = _batches(config, cluster, layouting, samples, notes)
     if shape.heads % layouting.tp:
@@ -271,54 +270,65 @@ def plan_job(
             "change --tp"
         )
     degrees = Degrees(layouting.pp, dp, layouting.tp)
+    if share < 1:
+        total = parameters or shape.parameters
+        notes.append(_explain_frozen(total, share * total, half=half, owned=owned))
     training = Training(
         *(shape, cluster, layouting.tp, layouting.pp, dp, micro_batches, samples),
         zero_1=owned,
         zero_3=zero_3,
         offloaded=is_offloaded(config),
-        trained_share=_trained_share(
-            parameters or shape.parameters, trained, half=half, partitioned=owned, notes=notes
-        ),
+        trained_share=share,
     )
     nodes = [rank // cluster.devices_per_node for rank in range(degrees.world_size)]
     auto = layouting.order in ("auto", "across-nodes")
     layout = JobLayout(
         degrees, choose_order(degrees, nodes) if auto else parse_order(layouting.order)
     )
-    return PlannedJob(training, block, half, layout, parameters, tuple(notes), for_megatron)
+    is_exact = str(find_part(config, "optimizer").get("type")).lower() == _EXACT
+    return PlannedJob(
+        training, block, half, layout, parameters, tuple(notes), is_exact, for_megatron
+    )
 
 
-def _trained_share(
-    total: float, trained: float | None, *, half: bool, partitioned: bool, notes: list[str]
-) -> float:
-    """Return the fraction of the parameters that is trained.
+def _find_shape(
+    model: str | None, parameters: float | None, tensor: int, seq_length: int | None
+) -> tuple[PlannedShape, str]:
+    """Return the model's shape, and a description of the assumptions about it.
+
+    Raises:
+        ConfigError: neither a model nor a possible number of parameters is given.
+    """
+    if parameters is not None and not 0 < parameters < 1e15:
+        raise ConfigError(f"--parameters is {parameters:g}; write a number such as 1.3e9")
+    if model is not None:
+        return load_shape(model, seq_length)
+    if parameters is not None:
+        return read_model_shape(parameters, tensor, seq_length)
+    raise ConfigError(
+        "the model is not known; write --model llama2-1.3b, -2.7b, -6.7b or -34b, the path of "
+        "a .json file such as the config.json of a Hugging Face model, or --parameters 7e9"
+    )
+
+
+def _explain_frozen(total: float, trained: float, *, half: bool, owned: bool) -> str:
+    """Return a note on the bytes of frozen weights.
 
     Args:
         total: number of parameters.
-        trained: number of those that are trained; None: all.
-        half: weights have 16 bits.
-        partitioned: the optimizer is partitioned over replicas, and has master weights.
-        notes: list to which a note about frozen weights is appended.
-
-    Raises:
-        ConfigError: ``trained`` is not between 0 and ``total``.
+        trained: number of parameters that are trained.
+        half: whether weights have 16 bits.
+        owned: whether the optimizer is partitioned over replicas.
     """
-    if trained is None or trained == total:
-        return 1.0
-    if not 0 < trained < total:
-        raise ConfigError(
-            f"--trained-parameters is {trained:g}; write at most the model's number, {total:g}, "
-            "such as 40M for adapters"
-        )
-    model = MODEL_BYTES if half else 4
-    optimizer = OPTIMIZER_BYTES if half or partitioned else _MOMENT_BYTES
-    changing, frozen = round(trained * (model + optimizer)), round((total - trained) * model)
-    notes.append(
-        f"{total - trained:.3g} parameters are frozen: of the state of all ranks, without copies, "
-        f"{decimal(changing)} change in a step; {decimal(frozen)} are in every version, but sent "
-        "to peers only once (they are copied from a device, to be compared)"
+    weight_bytes = MODEL_BYTES if half else 4
+    optimizer_bytes = OPTIMIZER_BYTES if half or owned else _MOMENT_BYTES
+    changing = decimal(round(trained * (weight_bytes + optimizer_bytes)))
+    constant = decimal(round((total - trained) * weight_bytes))
+    return (
+        f"{total - trained:.3g} parameters are frozen: {changing} of all ranks' state change in a "
+        f"step, and {constant} are in every version, but sent to peers only once; they are copied "
+        "from a device to be compared"
     )
-    return trained / total
 
 
 def _count_bytes(config: Mapping[str, Any], pp: int, notes: list[str]) -> tuple[bool, bool]:
