@@ -358,7 +358,7 @@ def test_frozen_weights_are_sent_to_peers_once_and_have_no_optimizer() -> None:
     assert before["sent_bytes"] == pytest.approx(14 * 7e9 / 16 + host_state, rel=1e-3)
     assert arc["sent_bytes"] == pytest.approx(14 * 4e7 / 16 + host_state, rel=1e-3)
     assert adapters["step"]["secs"] < 0.7 * whole["step"]["secs"]
-    assert "560.0 MB change in a step; 13.9 GB are in every version" in " ".join(adapters["notes"])
+    assert "560.0 MB of all ranks' state change in a step" in " ".join(adapters["notes"])
     refused = run(path, *job, "--trained-parameters", "8e9")
     assert "--trained-parameters is 8e+09; write at most the model's number" in refused.err
 
