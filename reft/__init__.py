@@ -76,12 +76,12 @@ _ELSEWHERE = {
 
 
 def __dir__() -> list[str]:
-    """Also the names that are imported on first use: shells complete them."""
+    """List all public names, even those that are imported on first use: shells complete them."""
     return sorted({*globals(), *__all__})
 
 
 def __getattr__(name: str) -> Any:
-    # Imported on first use, so that a job without a ``reft`` block imports none of it (P10) and
+    # Import on first use, so that a job without a ``reft`` block imports almost nothing (P10), and
     # commands start quickly.
     if name == "data":
         return import_module("reft.data")

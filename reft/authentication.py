@@ -1,7 +1,7 @@
 """Message authentication codes, and keys derived from a secret (P11).
 
-All are keyed BLAKE2b. Its ``person`` parameter separates purposes: a code made for one purpose is
-never valid for another.
+Both are computed by keyed BLAKE2b. Its ``person`` parameter separates purposes: a code made for one
+purpose is never valid for another.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ KEY_BYTES = 32
 
 
 def mac(body: bytes, secret: bytes, purpose: bytes) -> bytes:
-    """The code of a message.
+    """Compute the authentication code of a message.
 
     Args:
         body: the message.
         secret: the key, 64 bytes at most.
-        purpose: what the code is for, 16 bytes at most.
+        purpose: name of the purpose of the code, 16 bytes at most.
 
     Returns:
-        :data:`MAC_BYTES` bytes.
+        The code, :data:`MAC_BYTES` bytes.
     """
     return blake2b(body, key=secret, digest_size=MAC_BYTES, person=purpose).digest()
 
 
 def derive_key(secret: bytes, purpose: bytes, context: bytes) -> bytes:
-    """A key of :data:`KEY_BYTES` bytes for one purpose and one context."""
+    """Derive a key of :data:`KEY_BYTES` bytes for one purpose and one context."""
     return blake2b(context, key=secret, digest_size=KEY_BYTES, person=purpose).digest()
 
 
 def purpose_key(secret: bytes, purpose: str) -> bytes:
-    """The key of one kind of server: a proof made for one kind is refused by every other."""
+    """Derive the key for one kind of server, so that a proof for one kind is useless for others."""
     return derive_key(secret, b"reft-door", purpose.encode())
 
 
@@ -45,15 +45,16 @@ def is_same(code: bytes, expected: bytes) -> bool:
 
 
 def authenticate(body: bytes, secret: bytes, purpose: bytes) -> bytes:
-    """The message with its code in front."""
+    """Return the message with its authentication code in front."""
     return mac(body, secret, purpose) + body
 
 
 def check_authentic(data: bytes | memoryview, secret: bytes, purpose: bytes) -> bytes:
-    """The message of :func:`authenticate`, once its code is checked.
+    """Check the code of a message that :func:`authenticate` made; return the message without it.
 
     Raises:
-        AuthenticationError: the code was made with another secret, or the message was changed.
+        AuthenticationError: the code was made with a different secret or purpose, or the message
+            was changed.
     """
     raw = bytes(data)
     code, body = raw[:MAC_BYTES], raw[MAC_BYTES:]

@@ -1,20 +1,20 @@
-"""Exponential backoff for callers that do other work in between."""
+"""Exponential backoff for callers that do other work during the pauses."""
 
 from __future__ import annotations
 
 
 class Backoff:
-    """How long to pause after a failure: twice as long after every further one, up to a limit.
+    """Computes the pause after a failure: twice as long after every further one, up to a limit.
 
-    It only counts; the caller waits, or skips versions. (tenacity would call a function again and
-    again.)
+    It does not wait: the caller pauses, or skips a number of versions. (The library tenacity would
+    call a function repeatedly.)
 
     Args:
         first: pause after the first failure, in seconds, versions or any other unit.
         longest: upper limit of the pause, in the same unit.
 
     Attributes:
-        pause: what the next failure returns.
+        pause: pause that the next call of :meth:`failed` returns.
     """
 
     def __init__(self, first: float, longest: float) -> None:

@@ -33,8 +33,10 @@ AUTO = "auto"
 
 
 class ConfigBlock(BaseModel):
-    """The ``reft`` block or a part of it: no unknown keys, never changed. A key's meaning is its
-    description, or the text below it."""
+    """The ``reft`` block or a part of it. Unknown keys are refused, and objects are immutable.
+
+    The meaning of a key is its ``description``, or the text below it; both are shown to users.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -69,12 +71,12 @@ class PersistConfig(ConfigBlock):
 
     @property
     def fixed_steps(self) -> int:
-        """The interval in the block; 0 if it is "auto"."""
+        """The configured interval in steps; 0 if it is "auto"."""
         return 0 if self.interval_steps == AUTO else int(self.interval_steps)
 
     @property
     def adapts(self) -> bool:
-        """Whether the job finds the interval itself."""
+        """Whether reft chooses the interval while the job runs."""
         return self.interval_steps == AUTO
 
     @model_validator(mode="after")
@@ -105,8 +107,11 @@ AOR = "+aor"
 
 
 class FaultPoint(StrEnum):
-    """Places where a test may make a rank fail. Each is reached once per version (or restore),
-    those of parity only where there is any; ``during`` means in the middle of it."""
+    """Points at which a test may make a rank fail.
+
+    A rank reaches each point once per version, or per restore; those of parity only if parities are
+    computed. ``during`` means in the middle of the activity.
+    """
 
     BEFORE_COPY = "before_copy"
     DURING_COPY = "during_copy"
@@ -123,13 +128,17 @@ class FaultPoint(StrEnum):
 
 
 class Variant(StrEnum):
-    """When the bytes of a version are copied. All but NONE commit the same versions.
+    """When the bytes of a version are copied. All variants but NONE commit the same versions.
 
-    HAS: in the pipeline's idle time first (hierarchical asynchronous snapshotting). The others
-    exist to be measured against: HOST copies in a thread without regard for the device, HOST_DEVICE
-    queues device copies at once without regard for the schedule (on a CPU that is HOST), BLOCKING
-    lets training wait for the copy, INTER_NODE sends all of it to a peer too (Gemini), NONE takes
-    none.
+    - HAS: preferably in the idle time of the pipeline (hierarchical asynchronous snapshotting).
+
+    The others exist as baselines for measurements:
+
+    - HOST: a thread copies at once, whatever the device does.
+    - HOST_DEVICE: device copies are queued at once, whatever the schedule; on a CPU as HOST.
+    - BLOCKING: training waits for the copy.
+    - INTER_NODE: the whole version is also sent to a peer (as Gemini does).
+    - NONE: no versions are taken.
     """
 
     HAS = "has"
@@ -383,20 +392,20 @@ class ReftConfig(ConfigBlock):
 
     @property
     def adapts(self) -> bool:
-        """Whether the job finds the interval itself."""
+        """Whether reft chooses the interval of versions while the job runs."""
         return self.interval_steps == AUTO
 
     @property
     def version_steps(self) -> int:
-        """Shortest interval between two versions: the one in the block, or 1 if it is "auto"."""
+        """Shortest interval of versions, in steps: the configured one, or 1 if it is "auto"."""
         return 1 if self.interval_steps == AUTO else int(self.interval_steps)
 
     @property
     def scheme(self) -> Scheme:
-        """The redundancy in force.
+        """The configured protection scheme.
 
         Raises:
-            ConfigError: the protection is ``auto`` and was not chosen yet.
+            ConfigError: the protection is ``auto``, which names no scheme.
         """
         from reft.protect.codes import Scheme
 
@@ -405,12 +414,12 @@ class ReftConfig(ConfigBlock):
 
     @property
     def chooses(self) -> bool:
-        """Whether the protection is chosen at the start."""
+        """Whether reft chooses the protection at the start of the job (``auto``)."""
         return self._replicated_protection == AUTO
 
     @property
     def recompute(self) -> bool:
-        """Whether ring peers recompute ZeRO partitions (AOR)."""
+        """Whether ring peers recompute ZeRO partitions instead of receiving them (``+aor``)."""
         return self.protection.endswith(AOR)
 
     @property
@@ -425,7 +434,7 @@ class ReftConfig(ConfigBlock):
                     "to"
                 )
         most = self.persist.max_lost_steps
-        # Measuring the cost needs steps without a snapshot
+        # If the interval adapts, every second step is without a snapshot, to measure the cost.
         every = 2 if self.adapts else self.version_steps
         if most is not None and most < 2 * every:
             raise ValueError(
@@ -456,15 +465,15 @@ class ReftConfig(ConfigBlock):
         return 3 if self.persist.dir is not None else 2
 
     def as_block(self) -> dict[str, Any]:
-        """The explicitly set keys as JSON types; parsing them gives this configuration again.
+        """Return the explicitly set keys as JSON types; parsing them gives this object again.
 
-        Defaults are left out, because some keys are refused if they are written but have no effect.
+        Defaults are left out, because some keys are refused if they are given without effect.
         """
         return self.model_dump(mode="json", exclude_unset=True)
 
     @property
     def job_memory_dir(self) -> Path:
-        """Directory of this job's memory on this node; requires that ``job_id`` is set."""
+        """The job's memory directory on this node; requires that ``job_id`` is set."""
         assert self.job_id is not None
         return self.memory_dir / self.job_id
 
@@ -474,7 +483,7 @@ NESTED: dict[str, type[ConfigBlock]] = {
     for name, field in ReftConfig.model_fields.items()
     if isinstance(field.annotation, type) and issubclass(field.annotation, ConfigBlock)
 }
-"""Blocks within the block, by their key."""
+"""Classes of the objects within the ``reft`` block, by their key."""
 
 
 def read_object(path: Path, what: str, expected: str) -> dict[str, Any]:
@@ -486,7 +495,7 @@ def read_object(path: Path, what: str, expected: str) -> dict[str, Any]:
         expected: expected content, for messages.
 
     Raises:
-        ConfigError: the file cannot be read, or holds something else.
+        ConfigError: the file cannot be read, or does not contain a JSON object.
     """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -504,10 +513,10 @@ def load_config(ds_config: Mapping[str, Any] | None) -> ReftConfig:
     """Read the ``reft`` block from a DeepSpeed configuration, and apply the environment.
 
     Args:
-        ds_config: the DeepSpeed JSON as a mapping, with or without the block.
+        ds_config: the DeepSpeed JSON as a mapping, with or without a ``reft`` block.
 
     Returns:
-        The checked configuration; ``enabled`` is False without a block.
+        The checked configuration; without a block, ``enabled`` is False.
 
     Raises:
         ConfigError: the block is invalid.
@@ -522,7 +531,7 @@ def load_config(ds_config: Mapping[str, Any] | None) -> ReftConfig:
 
 
 def read_block(path: Path) -> dict[str, Any]:
-    """Read the ``reft`` block of a JSON file without checking it.
+    """Read the ``reft`` block from a JSON file without checking its keys.
 
     The file is a DeepSpeed JSON, or contains only the block.
 
@@ -541,14 +550,15 @@ def read_block(path: Path) -> dict[str, Any]:
 
 
 def parse_block(block: dict[str, Any], environ: Mapping[str, str] | None = None) -> ReftConfig:
-    """Check a ``reft`` block.
+    """Apply environment variables to a ``reft`` block, and check it.
 
-    REFT_MEMORY_DIR and REFT_JOB_ID override it, because the launcher and its daemon use the places
-    that they name. The keys in REFT_PROFILE, which ``reft profile`` sets, override it, too.
+    REFT_MEMORY_DIR and REFT_JOB_ID override the block, because the launcher and its daemon use the
+    directory that they name. The keys in REFT_PROFILE, a JSON object that ``reft profile`` and
+    similar commands set, override the block, too.
 
     Args:
         block: the block; changed in place.
-        environ: environment variables.
+        environ: environment variables; None: apply none.
 
     Raises:
         ConfigError: the block is invalid.
@@ -562,7 +572,7 @@ def parse_block(block: dict[str, Any], environ: Mapping[str, str] | None = None)
     if not block.get("job_id") and (run := make_run_name(environ)):
         block["job_id"] = run
     if asked := environ.get(ENV_PROFILE):
-        # `reft profile` measures jobs with and without a block.
+        # Enable reft, because `reft profile` also measures jobs without a block.
         block |= {"enabled": True, **json.loads(asked)}
     try:
         return ReftConfig.model_validate(block)
@@ -576,7 +586,7 @@ def _explain_errors(error: ValidationError) -> str:
     for item in error.errors():
         loc, message = item["loc"], item["msg"].removeprefix("Value error, ")
         last = str(loc[-1]) if loc else ""
-        # A key that also accepts "auto" has two errors, which are merged into the literal's
+        # A key that takes a number or "auto" gives two errors: merge them into the second one.
         if last == "int" or last.startswith("constrained-"):
             other_kind = message.partition(",")[0]
             continue
@@ -589,7 +599,7 @@ def _explain_errors(error: ValidationError) -> str:
             hint = f'did you mean "{near[0]}"?' if near else f"known keys: {', '.join(known)}"
             lines.append(f"  {path}: unknown key; {hint}")
         else:
-            of_part = not loc or loc[-1] in NESTED  # The message contains the value already
+            of_part = not loc or loc[-1] in NESTED  # Then the message already contains the value
             found = (
                 "" if item["type"] == "value_error" and of_part else f" (found {item['input']!r})"
             )
@@ -621,7 +631,7 @@ _UNITS = {"_bytes": "bytes", "_secs": "seconds", "_steps": "optimizer steps"}
 
 
 def explain(model: type[BaseModel] = ReftConfig, prefix: str = "") -> Iterator[KeyDoc]:
-    """Every key of the block with type, default, unit and meaning, in the order of definition."""
+    """Yield every key of the ``reft`` block with type, default, unit and meaning, as defined."""
     for name, field in model.model_fields.items():
         key = prefix + name
         if name in NESTED:

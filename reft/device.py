@@ -1,8 +1,8 @@
 """Access to devices: one class for each vendor. No other module depends on vendors.
 
 Torch's modules for its device types (``torch.cuda``, ``torch.xpu``) have a common interface for
-streams, events, free memory and random state; callers use :attr:`Vendor.module`. Functions that
-only a driver has are methods here. To support another vendor, add a class to :data:`VENDORS` that
+streams, events, free memory and random state; callers use that by :attr:`Vendor.module`. What only
+the driver offers is a method here. To support another vendor, add a class to :data:`VENDORS` that
 passes ``tests/device/test_vendors.py``.
 """
 
@@ -26,32 +26,32 @@ class Vendor(ABC):
     Methods raise RuntimeError, OSError or AttributeError if the driver fails or is missing.
     """
 
-    type: str  # Torch's name of the type
+    type: str  # Torch's name of the device type
     name: str  # Name for messages and results
-    module: Any  # Torch's module for the type, which is largely untyped
-    has_cupy = False  # Whether CuPy supports it
+    module: Any  # Torch's module for the device type, which is largely untyped
+    has_cupy = False  # Whether CuPy supports the device type
 
     @abstractmethod
     def enter(self, device: torch.device) -> None:
-        """Make the calling thread use the device, without ending a graph capture by other threads.
+        """Make the calling thread use the device.
 
-        A new thread starts on device 0. Switching back to that would create a context there, which
-        takes a few hundred MB for every rank of the node.
+        A graph capture that another thread is making is not disturbed. The thread stays on the
+        device: a new thread starts on device 0, and switching back to that would create a context
+        of a few hundred MB there for every rank of the node.
         """
 
     @abstractmethod
     def create_stream(self, device: torch.device) -> Any:
-        """Create an exclusive stream with the default stream's priority.
+        """Create a stream for this caller alone, with the default stream's priority.
 
-        A stream of torch's pool would be shared, also with communicators, which would then wait for
-        copies. The stream is never destroyed, because torch's allocator uses the stream of a block
-        again when it releases the block.
+        A stream of torch's pool could be shared with communicators, which would then wait for
+        copies. The stream must never be destroyed: when torch's allocator releases a block of
+        memory, it uses the streams on which the block was used.
         """
 
     @abstractmethod
     def host_register(self, device: torch.device, address: int, nbytes: int) -> None:
-        """Page-lock host memory for all devices of the process, so that they can write directly to
-        it."""
+        """Page-lock host memory, so that all devices of the process can write to it directly."""
 
     @abstractmethod
     def host_unregister(self, device: torch.device, address: int) -> None:
@@ -59,27 +59,38 @@ class Vendor(ABC):
 
     @abstractmethod
     def numa_node(self, device: torch.device) -> int:
-        """NUMA node of the host to which the device is connected; -1 if unknown."""
+        """Return the host's NUMA node to which the device is connected; -1 if unknown."""
 
     def settings_to_change(self, environment: Mapping[str, str], tensor_parallel: int) -> list[str]:
-        """Environment settings of the driver with which copies slow down training, with advice."""
+        """Describe environment variables of the driver that make copies slow down training.
+
+        Args:
+            environment: the environment variables.
+            tensor_parallel: tensor-parallel degree of the job.
+
+        Returns:
+            A text with advice for each such variable.
+        """
         return []
 
 
 class Cuda(Vendor):
-    """Devices of NVIDIA and AMD. Torch uses one name for both, and their drivers have the same
-    arguments."""
+    """Devices of NVIDIA and AMD.
+
+    Torch uses the same device type for both, and their drivers' functions have the same arguments.
+    """
 
     type = "cuda"
     name = "rocm" if torch.version.hip else "cuda"
     module: Any = torch.cuda
     has_cupy = True
 
-    # CU_STREAM_NON_BLOCKING and hipStreamNonBlocking, as for torch's streams. Without it, the
-    # stream would wait for the default stream.
+    # CU_STREAM_NON_BLOCKING and hipStreamNonBlocking: the stream does not wait for the default
+    # stream. Torch's own streams are created in the same way.
     _NON_BLOCKING = 1
     _PORTABLE = 1  # cudaHostRegisterPortable and hipHostRegisterPortable
-    # AMD's default, enough for training, its communication, and copies on two streams
+    # AMD's default number of hardware queues: enough for training, its communication, and copies on
+    # two streams
     _HARDWARE_QUEUES = 4
     _THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL, hipStreamCaptureModeThreadLocal
 
@@ -90,8 +101,8 @@ class Cuda(Vendor):
         self.module.set_device(device)
         if not hasattr(self._entered, "once"):
             self._entered.once = True
-            # By default, cudaMalloc or cudaEventQuery in one thread invalidates a capture of
-            # torch.cuda.graph in another.
+            # Without this, cudaMalloc or cudaEventQuery in this thread would invalidate a graph
+            # capture (torch.cuda.graph) in another thread.
             with suppress(OSError, AttributeError):
                 library = self.library()
                 nvidia = hasattr(library, "cuThreadExchangeStreamCaptureMode")
@@ -109,7 +120,7 @@ class Cuda(Vendor):
         return self.module.ExternalStream(made.value or 0, device=device)
 
     def library(self) -> Any:
-        """NVIDIA's driver or AMD's runtime, the library that torch has loaded."""
+        """Return NVIDIA's driver or AMD's runtime, the library that torch has loaded."""
         name = "/libamdhip64.so" if torch.version.hip else "/libcuda.so"
         for line in Path("/proc/self/maps").read_text().splitlines():
             if name in line:
@@ -134,7 +145,7 @@ class Cuda(Vendor):
 
     def settings_to_change(self, environment: Mapping[str, str], tensor_parallel: int) -> list[str]:
         if self.name == "cuda":
-            # With tensor parallelism, Megatron requires this value, to overlap communication.
+            # With tensor parallelism Megatron requires the value 1, to overlap communication.
             if environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1" and tensor_parallel == 1:
                 return [
                     "CUDA_DEVICE_MAX_CONNECTIONS=1 has copies and kernels wait for each "
@@ -151,10 +162,10 @@ class Cuda(Vendor):
         return found
 
     def _call(self, device: torch.device, call: Callable[[Any], Any]) -> None:
-        """Call the runtime in a separate thread.
+        """Call a function of the runtime in a separate thread; raise RuntimeError if it fails.
 
-        A failed call leaves its error in the calling thread's state, where torch would report it at
-        the next kernel launch.
+        A failed call leaves an error in its thread's state. In the caller's own thread, torch would
+        report that error at the next kernel launch.
         """
         refused: list[str] = []
 
@@ -179,29 +190,29 @@ class Cuda(Vendor):
             raise RuntimeError(refused[0])
 
 
-VENDORS: dict[str, Vendor] = {Cuda.type: Cuda()}  # by torch's device type
+VENDORS: dict[str, Vendor] = {Cuda.type: Cuda()}  # By torch's device type
 
 
 def find_vendor(device: torch.device) -> Vendor | None:
-    """The vendor of a device; None for CPUs and for unknown devices."""
+    """Return the vendor of a device; None for CPUs and for unknown devices."""
     return VENDORS.get(device.type)
 
 
 def find_local_vendor() -> Vendor | None:
-    """The vendor of the available devices; does not initialise them."""
+    """Return the vendor of the available devices, without initialising them; None without any."""
     return next((vendor for vendor in VENDORS.values() if vendor.module.is_available()), None)
 
 
 def find_used_vendor() -> Vendor | None:
-    """The vendor of the devices that torch has initialised."""
+    """Return the vendor of the devices that torch has initialised; None if it has not."""
     return next((vendor for vendor in VENDORS.values() if vendor.module.is_initialized()), None)
 
 
 def compiled(module: str, name: str) -> Any:
-    """The C function ``name`` of an extension; the caller sets its argument types.
+    """Return the C function ``name`` of an extension module; the caller sets its argument types.
 
     Raises:
-        OSError: the extension was not compiled, or is of another version.
+        OSError: the extension was not compiled, or belongs to a different version of reft.
     """
     found = find_spec(module)
     if found is None or found.origin is None:

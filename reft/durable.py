@@ -1,4 +1,4 @@
-"""Atomic creation of files: written under a temporary name, then renamed. Standard library only."""
+"""Writes files atomically: under a temporary name, then renamed. Standard library only."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from typing import BinaryIO
 def whole_file(
     path: Path, *, mode: int = 0o666, sync: bool = True, replace: bool = True, buffering: int = -1
 ) -> Iterator[BinaryIO]:
-    """Open a file for writing that appears under ``path`` only if the block succeeds.
+    """Open a file for writing that appears under ``path`` only if the ``with`` block succeeds.
 
-    If the block fails, no file is left. Several processes may write the same path, also on several
-    hosts.
+    If the block fails, no new file is left. Several processes, even on several hosts, may write the
+    same path at the same time.
 
     Args:
         path: final path.
         mode: permissions, reduced by the umask.
-        sync: flush the bytes to storage before the file gets its name. The caller must sync the
-            directory.
-        replace: replace an existing file; otherwise the first file stays.
+        sync: whether to flush the bytes to storage before the file gets its name. To make the name
+            itself durable, the caller must sync the directory.
+        replace: whether to replace an existing file; if False, an existing file stays.
         buffering: as in :func:`open`.
     """
     host, pid, thread = os.uname().nodename, os.getpid(), threading.get_ident()
@@ -38,7 +38,7 @@ def whole_file(
             yield file
             file.flush()
             if sync:
-                # Before the rename: after a crash, the name must not refer to missing bytes.
+                # Sync before the rename: after a crash, the name must not refer to missing bytes.
                 os.fsync(fd)
         if replace:
             draft.replace(path)
@@ -53,7 +53,7 @@ def whole_file(
 
 
 def write_durably(path: Path, data: bytes) -> None:
-    """Write a small file durably. After a crash, the path has no file, the old or the new one."""
+    """Write a small file durably: after a crash, there is the old file (or none) or the new one."""
     with whole_file(path) as file:
         file.write(data)
     sync_directory(path.parent)

@@ -3,36 +3,36 @@
 from __future__ import annotations
 
 ENV_MEMORY_DIR = "REFT_MEMORY_DIR"
-"""Directory for the memory of all jobs on this node: ``memory_dir`` of the block."""
-ENV_JOB_ID = "REFT_JOB_ID"  # The job's name: ``job_id`` of the block
+"""Directory for the memory of all jobs on this node; overrides ``memory_dir`` of the reft block."""
+ENV_JOB_ID = "REFT_JOB_ID"  # Name of the job's memory; overrides ``job_id`` of the reft block
 # A JSON file with the ``reft`` block of a program that has no DeepSpeed JSON
 ENV_CONFIG = "REFT_CONFIG"
-ENV_NODE_ID = "REFT_NODE_ID"  # This node's name
+ENV_NODE_ID = "REFT_NODE_ID"  # Id of this node
 ENV_NODE_DECLARED = "REFT_NODE_DECLARED"
-"""1 if the node's id was declared by the user, 0 if the launcher made it."""
+"""1 if the user gave the node its id, 0 if the launcher derived the id."""
 ENV_SECRET = "REFT_SECRET"  # The user's secret, in hexadecimal digits
 ENV_STORE = "REFT_STORE"  # Endpoint of the rendezvous store, where trainers record commits
 ENV_ETCD_USER = "REFT_ETCD_USER"
-"""etcd's user, if authentication is enabled. This variable and the next five are only for
-``--rdzv-backend etcd-v3``."""
+"""Name of etcd's user, if etcd requires authentication. This variable and the next five are only
+used for ``--rdzv-backend etcd-v3``."""
 ENV_ETCD_PASSWORD = "REFT_ETCD_PASSWORD"
-"""Password of that user. The launcher removes it from its environment, so trainers do not get
-it."""
-ENV_ETCD_PASSWORD_FILE = "REFT_ETCD_PASSWORD_FILE"  # A file with the password
+"""Password of etcd's user. The launcher removes it from its environment, so that trainers do not
+inherit it."""
+ENV_ETCD_PASSWORD_FILE = "REFT_ETCD_PASSWORD_FILE"  # A file with that password
 # A file with the certificate authorities of etcd's members
 ENV_ETCD_CACERT = "REFT_ETCD_CACERT"
 ENV_ETCD_CERT = "REFT_ETCD_CERT"  # A file with the launcher's certificate, if etcd requires one
 ENV_ETCD_KEY = "REFT_ETCD_KEY"  # A file with the key of that certificate
 ENV_ROUND = "REFT_ROUND"  # Number of the rendezvous round that started the trainers
 ENV_INCARNATION = "REFT_INCARNATION"
-"""Number of this start of the job, agreed on by the launchers; greater than those of all earlier
-starts."""
+"""Number of this start of the job (incarnation), on which the launchers have agreed; greater than
+those of all earlier starts."""
 ENV_NODES = "REFT_NODES"  # MIN:MAX of the launcher's ``--nnodes``
-ENV_LAUNCHER_PID = "REFT_LAUNCHER_PID"  # Process with which the trainers of this node end
-# Directory in which trainers of one round write their `reft.job.script.ExitNote`
+ENV_LAUNCHER_PID = "REFT_LAUNCHER_PID"  # Id of the process with which this node's trainers end
+# Directory in which trainers of one round record why they end (`reft.job.script.ExitNote`)
 ENV_EXIT_DIR = "REFT_EXIT_DIR"
-ENV_EVENTS = "REFT_EVENTS"  # Directory for `reft.log.EventLog`
-# Set by ``reft profile``, which measures jobs with and without the block
+ENV_EVENTS = "REFT_EVENTS"  # Directory for the files of `reft.log.EventLog`
+# JSON object whose keys override the reft block; set by ``reft profile`` and similar commands
 ENV_PROFILE = "REFT_PROFILE"
 ENV_REPLAY = "REFT_REPLAY"  # Set by ``reft replay``: the step after which the job ends
 # Set by ``reft rehearse``: the directory where every step is recorded
@@ -43,15 +43,17 @@ ENV_WARM = "REFT_WARM"
 """1 or 0: whether trainers are forked from a process that has imported torch. An option on the
 command line overrides it."""
 ENV_LOG_LEVEL = "REFT_LOGLEVEL"
-"""Level of :mod:`logging` for reft's lines on stderr; INFO by default. In trainers, the script's
-own logging decides by default."""
+"""Level of :mod:`logging` at which reft logs to stderr; INFO by default. In trainers, the script's
+own configuration of logging applies by default."""
 ENV_CLUSTER = "REFT_LOCAL_CLUSTER"
-"""``<token>:<node id>`` in every process of a local cluster, including forked ones."""
+"""``<token>:<node id>``: marks every process that belongs to a node started by
+``reft.job.local``."""
 ENV_ROOM = "REFT_ROOM"
-"""Reserves space in the memory area in which the kernel shows the environment of a fork server."""
+"""Padding in the environment of a fork server. The kernel shows a process's environment from the
+memory of its start; the padding leaves room there for the longer environments of trainers."""
 
 # Variables of other programs
 
-ENV_INTERFACE = "GLOO_SOCKET_IFNAME"  # The network interface, as for torch's gloo
-ENV_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # File for the error that ended a trainer
-ENV_EXTENSIONS = "TORCH_EXTENSIONS_DIR"  # Root of torch's folder of compiled operators
+ENV_INTERFACE = "GLOO_SOCKET_IFNAME"  # The network interface that torch's gloo uses, and reft, too
+ENV_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # File to which a trainer writes the error that ended it
+ENV_EXTENSIONS = "TORCH_EXTENSIONS_DIR"  # Directory in which torch keeps compiled operators

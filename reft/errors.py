@@ -1,22 +1,22 @@
-"""Typed errors. Every message says what was found, what was expected and what to change."""
+"""Exceptions of reft. Every message says what was found, what was expected and what to change."""
 
 from __future__ import annotations
 
 
 class ReftError(Exception):
-    """Base class of every error reft raises on purpose."""
+    """Base class of every error that reft raises on purpose."""
 
 
 class ConfigError(ReftError, ValueError):
-    """The ``reft`` block, a command line or an environment variable cannot be honoured."""
+    """The ``reft`` block, a command line or an environment variable is invalid."""
 
 
 class JobInUseError(ConfigError):
-    """A live job holds the memory; the message says who and since when."""
+    """A live job holds the memory directory; the message says which, and since when."""
 
 
 class LayoutError(ReftError, RuntimeError):
-    """A snapshot does not fit the running job (other parallel degrees, shapes or dtypes)."""
+    """A stored version does not fit the running job (other parallel degrees, shapes or dtypes)."""
 
 
 class SizeError(ConfigError, LayoutError):
@@ -24,12 +24,14 @@ class SizeError(ConfigError, LayoutError):
 
 
 class FingerprintError(LayoutError):
-    """Stored state belongs to another job, or to this one with other settings; lists what
-    differs."""
+    """Stored state belongs to another job, or to this job with other settings.
+
+    The message lists what differs.
+    """
 
 
 class UnsupportedStateError(ReftError, TypeError):
-    """The engine holds state reft does not know; the message names the class."""
+    """The engine holds state of a class that reft does not support; the message names the class."""
 
 
 class UnrecoverableError(ReftError, RuntimeError):
@@ -37,36 +39,41 @@ class UnrecoverableError(ReftError, RuntimeError):
 
 
 class CorruptionError(ReftError, RuntimeError):
-    """The training state is corrupt; the job restarts from its newest version."""
+    """The training state is corrupt; the job will restart from its newest version."""
 
 
 class CorruptJobError(CorruptionError, UnrecoverableError):
-    """The training state is corrupt, and a restart would reproduce it."""
+    """The training state is corrupt, and a restart would lead to the same state; the job ends."""
 
 
 class NotResumedError(UnrecoverableError):
-    """Memory holds a version of the job, but its script trains from the beginning; the message says
-    what to write."""
+    """Memory holds a version of the job, but the script trains from the beginning.
+
+    The message says what to write into the script.
+    """
 
 
 class StaleReplicaError(ReftError, RuntimeError):
-    """A replica of an optimizer partition no longer follows its owner and must be copied again."""
+    """A peer's recomputed copy of an optimizer partition is no longer equal to the owner's.
+
+    The partition must be copied from the owner again.
+    """
 
 
 class ArenaError(ReftError, RuntimeError):
-    """A memory file is missing, foreign, torn or too small."""
+    """An arena file is missing, incomplete or too small, or belongs to another job."""
 
 
 class OutOfMemoryError(ArenaError, MemoryError):
-    """The memory directory or the configured limit cannot hold the arenas."""
+    """The arenas do not fit into the memory directory or the configured limit."""
 
 
 class StagingMemoryError(ReftError, MemoryError):
-    """The device has no room for a staging copy in addition to training's memory."""
+    """The device has too little free memory for a staging copy of the state."""
 
 
 class CopyError(ReftError, ValueError):
-    """A copy engine was given tensors that it cannot copy byte by byte."""
+    """A copy engine received tensors that it cannot copy byte by byte."""
 
 
 class CopyOrderError(ReftError, RuntimeError):
@@ -78,11 +85,11 @@ class TransferError(ReftError, ConnectionError):
 
 
 class PeerLostError(TransferError):
-    """A rank died, left or is silent; these connections can no longer be used."""
+    """A rank died, left or is silent; the connections among the ranks can no longer be used."""
 
 
 class AuthenticationError(ReftError, PermissionError):
-    """A message or file does not carry the job's secret."""
+    """A message or file was not authenticated with the job's secret."""
 
 
 class PersistError(ReftError, OSError):
@@ -90,16 +97,15 @@ class PersistError(ReftError, OSError):
 
 
 class OvertakenError(PersistError):
-    """Memory moved to newer versions before this one was read from it."""
+    """A version was overwritten in memory by a newer one before it was written to storage."""
 
 
 class FencedError(PersistError):
-    """A newer start of the job has taken over: this process, or this node, was cut off and
-    replaced.
+    """A newer start of the job has taken over; this process or node was cut off and replaced.
 
     Args:
         message: the message.
-        newest: incarnation of that start; 0 if unknown.
+        newest: number (incarnation) of that start; 0 if unknown.
     """
 
     def __init__(self, message: str, newest: int = 0) -> None:

@@ -1,7 +1,8 @@
-"""Injected faults, which are passed in as objects or set in the block, never patched in.
+"""Injects faults for tests and demonstrations.
 
-A :class:`FaultPlan` is called at every fault point. If a configured fault matches, the rank is
-killed by SIGKILL (nothing is flushed, as in a real loss) or raises an error.
+Code that can fail calls a :class:`FaultPlan` at every fault point. If a fault is configured for
+that point, the rank is killed by SIGKILL (nothing is flushed, as in a real failure) or raises an
+error.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ class InjectedFaultError(ReftError):
 
 
 class FaultPlan:
-    """The faults of one rank in one incarnation.
+    """The faults of one rank in one start of the job.
 
     Args:
-        faults: configured faults.
-        coordinate: this rank's coordinate; None matches every fault.
-        incarnation: the running incarnation of the job.
-        kill_node: kills all processes on this node and removes its memory; needed only for the
-            action ``kill_node``.
+        faults: all configured faults.
+        coordinate: this rank's coordinate; None: faults for any coordinate apply.
+        incarnation: number of this start of the job.
+        kill_node: function that kills all processes on this node and removes its memory; needed
+            only for the action ``kill_node``.
     """
 
     def __init__(
@@ -73,18 +74,18 @@ class FaultPlan:
 
 
 def kill_this_node(job_dir: Path) -> None:
-    """Simulate the loss of this host: kill the launcher, the daemon and all siblings, and remove
-    the job's memory.
+    """Simulate the loss of this node: kill all its processes, and remove the job's memory on it.
 
-    Other processes are killed only under ``reft launch`` (REFT_NODE_ID is set), because otherwise
-    the parent does not belong to the job.
+    The processes are the launcher, the daemon, all trainers and this process. If the job was not
+    started by ``reft launch`` (REFT_NODE_ID is not set), only this process is killed, because its
+    parent does not belong to the job.
     """
     me = psutil.Process()
     launcher = me.parent()
     if os.environ.get(ENV_NODE_ID) and launcher is not None:
         with suppress(psutil.NoSuchProcess):
-            # The launcher is suspended first, so that it restarts nothing. It is killed last,
-            # because the kernel then kills this process, too.
+            # Suspend the launcher first, so that it restarts nothing. Kill it last, because the
+            # kernel kills this process together with it.
             launcher.suspend()
             for process in launcher.children(recursive=True):
                 if process.pid != me.pid:

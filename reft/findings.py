@@ -1,4 +1,4 @@
-"""A finding of a check before or at the start of a job, with the change that it requires."""
+"""The type of a finding, which checks before and at the start of a job produce."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ class Severity(StrEnum):
     """Effect of a finding on the start of a job.
 
     - REFUSED: the job does not start.
-    - WARNING: it starts, unless the block says ``"strict": true``.
-    - NOTE: it starts.
+    - WARNING: the job starts, unless the ``reft`` block says ``"strict": true``.
+    - NOTE: the job starts.
     """
 
     REFUSED = "REFUSED"
@@ -21,12 +21,12 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One finding.
+    """What a check has found, and what the user should change.
 
     Attributes:
-        severity: effect on the start.
+        severity: effect on the start of the job.
         found: what was found, and its consequence.
-        change: what to change; "" if nothing.
+        change: what the user should change; empty if nothing.
         line: line of the training script; 0 if the finding is not about the script.
     """
 

@@ -1,7 +1,8 @@
 """Coordinates, nodes and sharding groups of ranks; identities of versions, sections and blocks.
 
-TorchElastic reassigns ranks after every failure, so nothing that outlives a process is keyed by
-rank. The key is the coordinate (pp, dp, tp) and the job's incarnation (promise P7).
+TorchElastic reassigns ranks after every failure, so nothing that outlives a process is identified
+by its rank, but by its coordinate (pp, dp, tp) and the number of the job's start (incarnation)
+(promise P7).
 """
 
 from __future__ import annotations
@@ -19,8 +20,7 @@ from reft.errors import LayoutError, SizeError
 
 @dataclass(frozen=True, order=True)
 class Coordinate:
-    """Position of a rank: pipeline stage, data-parallel replica, tensor-parallel slice
-    (0-based)."""
+    """Position of a rank: pipeline stage, data-parallel replica, tensor-parallel slice; from 0."""
 
     pp: int
     dp: int
@@ -43,7 +43,7 @@ class Degrees:
         return self.pp * self.dp * self.tp
 
     def coordinates(self) -> tuple[Coordinate, ...]:
-        """Every coordinate once, in (pp, dp, tp) order."""
+        """Return every coordinate once, in the order of (pp, dp, tp)."""
         return tuple(
             Coordinate(*c) for c in product(range(self.pp), range(self.dp), range(self.tp))
         )
@@ -54,14 +54,14 @@ class Degrees:
 
 @dataclass(frozen=True)
 class Topology:
-    """The placement of one incarnation: coordinate and node of every global rank.
+    """The placement in one start of the job: coordinate and node of every global rank.
 
     Attributes:
         degrees: parallel degrees.
         coordinates: coordinate of each global rank; every coordinate occurs exactly once.
-        nodes: node id of each global rank; ranks of one node share a memory directory.
-        hosts: failure domain of each global rank: a host, or what the user declared as one. Empty
-            if every node is a failure domain.
+        nodes: node id of each global rank; ranks of the same node share a memory directory.
+        hosts: failure domain of each global rank: its host, or its node if the user gave that an
+            id. Empty if every node is a failure domain.
     """
 
     degrees: Degrees
@@ -88,8 +88,7 @@ class Topology:
         return {(c.pp, c.dp, c.tp): c for c in self.coordinates}
 
     def coordinate_at(self, pp: int, dp: int, tp: int) -> Coordinate:
-        """The topology's own coordinate object if there is one, which avoids thousands of equal
-        objects."""
+        """Return a coordinate; the topology's own object if possible, to avoid many equal ones."""
         return self._coordinate_by_place.get((pp, dp, tp)) or Coordinate(pp, dp, tp)
 
     @property
@@ -103,11 +102,11 @@ class Topology:
         return self.nodes[self.rank_of(coordinate)]
 
     def group(self, pp: int, tp: int) -> tuple[int, ...]:
-        """Global ranks of the sharding group (pp, tp), ordered by dp."""
+        """Return the global ranks of the sharding group (pp, tp), ordered by dp."""
         return tuple(self.rank_of(Coordinate(pp, dp, tp)) for dp in range(self.degrees.dp))
 
     def group_nodes(self, pp: int, tp: int) -> tuple[str, ...]:
-        """Failure domain of every member of the sharding group (pp, tp), ordered by dp (P4)."""
+        """Return the failure domain of each member of the sharding group (pp, tp), by dp (P4)."""
         return tuple(self.failure_domains[r] for r in self.group(pp, tp))
 
     @property
@@ -116,7 +115,7 @@ class Topology:
         return self.hosts or self.nodes
 
     def groups(self) -> tuple[tuple[int, int], ...]:
-        """All sharding groups as (pp, tp)."""
+        """Return all sharding groups, each as (pp, tp)."""
         return tuple(product(range(self.degrees.pp), range(self.degrees.tp)))
 
     @cached_property
@@ -130,10 +129,10 @@ class Topology:
         return self._ranks_by_node.get(node, ())
 
     def readers(self, node: str, pp: int, tp: int) -> tuple[int, ...]:
-        """Ranks that read a node's bytes of the sharding group (pp, tp).
+        """Return the ranks on ``node`` that read what this node stores for a sharding group.
 
-        These are the group's members on that node or, if there are none, one of the node's ranks.
-        Empty if the node has no rank.
+        These are the members of the group (pp, tp) on that node; if there are none, one other rank
+        of the node. Empty if the node has no rank.
         """
         here = self.local_ranks(node)
         members = tuple(
@@ -143,14 +142,16 @@ class Topology:
 
 
 def ring_order(nodes: Sequence[str]) -> tuple[int, ...]:
-    """Order the members of a sharding group in a ring whose neighbours are on distinct nodes.
+    """Order the members of a sharding group in a ring in which neighbours are on different nodes.
 
-    The ring takes the first member of every node, then the second of every node, and so on. If at
-    most half of the members are on one node, the successor of each member is on another node. With
-    one member per node, this is the order 0..D-1. Pure; every rank computes the same.
+    If no node has more than half of the members, the successor of each member is on a different
+    node. With one member per node, the order is 0..D-1. Pure; every rank computes the same.
 
     Args:
-        nodes: node id of member d, for d = 0..D-1.
+        nodes: node id of each member, in the order of their dp index.
+
+    Returns:
+        The dp indices of the members, in the order of the ring.
     """
     by_node: dict[str, list[int]] = {}
     for member, node in enumerate(nodes):
@@ -158,30 +159,32 @@ def ring_order(nodes: Sequence[str]) -> tuple[int, ...]:
     queues = sorted(by_node.values(), key=lambda q: (-len(q), q[0]))
     if queues and len(queues[0]) == 1:
         return tuple(range(len(nodes)))
-    # In a table with one row for each node, read column by column, the distance between two members
-    # of a node is the number of nodes that still have members.
+    # List the members node by node, and take every n-th one, where n is the number of members on
+    # the fullest node. Two members that are taken consecutively are then on different nodes.
     ordered = [m for q in queues for m in q]
     stride = len(queues[0])
     return tuple(m for start in range(stride) for m in ordered[start::stride])
 
 
 def topology(pp: int, dp: int | None = None, tp: int = 1) -> Any:
-    """An order of ranks that survives the loss of a node:
-    ``PipelineModule(topology=reft.topology(2, 2))``.
+    """Make a numbering of ranks with which a job survives the loss of a node.
 
-    DeepSpeed's own order (pipe, data, model) gives consecutive ranks to the data-parallel peers of
-    a stage, and launchers place consecutive ranks on one node. Peers then share a node, and its
-    loss takes all copies of their stage. In this order, all ranks of a replica (pp x tp) precede
-    the next replica, so peers are on different nodes if a replica fills at least one node.
+    Example: ``PipelineModule(topology=reft.topology(2, 2))``.
+
+    DeepSpeed's own order of axes (pipe, data, model) gives consecutive ranks to the data-parallel
+    peers of a stage, and launchers place consecutive ranks on the same node. Then a node may hold
+    all peers of a stage, and its loss loses all copies of their state. Here, all ranks of one
+    replica (pp x tp) come before those of the next replica, so peers are on different nodes if a
+    replica fills at least one node.
 
     Args:
-        pp: pipeline stages.
-        dp: data-parallel replicas; None computes them from the world size.
-        tp: tensor-parallel degree; its groups have consecutive ranks.
+        pp: number of pipeline stages.
+        dp: number of data-parallel replicas; None: computed from the world size.
+        tp: tensor-parallel degree; the ranks of a tensor-parallel group are consecutive.
 
     Returns:
         A ``deepspeed`` ``ProcessTopology`` with the axes data, pipe, model. For an engine without a
-        pipeline, ``PipelineParallelGrid(topology=...)`` turns it into an ``mpu``.
+        pipeline, ``PipelineParallelGrid(topology=...)`` makes an ``mpu`` from it.
 
     Raises:
         LayoutError: a degree is below 1.
@@ -204,26 +207,26 @@ def topology(pp: int, dp: int | None = None, tp: int = 1) -> Any:
 
 
 ALIGNMENT_BYTES = 64
-"""Tensor, shard and block boundaries are multiples of this, so that any dtype can be viewed in
-place."""
+"""Unit of alignment: tensors, shards and blocks begin at multiples of it, so that their bytes can
+be viewed in place as any dtype."""
 
 
 def aligned(nbytes: int, unit: int = ALIGNMENT_BYTES) -> int:
-    """``nbytes``, rounded up to a multiple of ``unit``."""
+    """Return ``nbytes``, rounded up to a multiple of ``unit``."""
     return -(-nbytes // unit) * unit
 
 
 class Section(StrEnum):
-    """The section that a block belongs to.
+    """The part of the state to which a block belongs.
 
     - ``REPLICATED``: state that is equal on all data-parallel peers.
     - ``OWNED``: the ZeRO partition of one rank.
-    - ``HOST``: the host state of one rank.
-    - ``PARITY``: parities of the replicated section, under an erasure code.
-    - ``CHECKSUMS``: checksums of a member's replicated blocks, kept by its ring peers under an
-      erasure code, to verify decoded blocks.
-    - ``GRADIENTS``: gradients of a ring peer's partition, stored while a version is being made;
-      they are not part of the version.
+    - ``HOST``: the host state of one rank (random states, schedulers, counters ...).
+    - ``PARITY``: parities of the replicated section, if an erasure code is used.
+    - ``CHECKSUMS``: with an erasure code, the checksums of a member's replicated blocks, which its
+      ring peers store to verify decoded blocks.
+    - ``GRADIENTS``: gradients of a ring peer's partition, stored while a version is being taken.
+      They are not part of the version.
     """
 
     REPLICATED = "replicated"
@@ -235,43 +238,43 @@ class Section(StrEnum):
 
 
 STATE_SECTIONS = (Section.REPLICATED, Section.OWNED, Section.HOST)
-"""The sections that are restored; the other sections help to restore them."""
+"""The sections that are restored. The other sections only serve to restore these."""
 
 
 @dataclass(frozen=True, order=True)
 class BlockKey:
     """Identity of a block within its sharding group and version."""
 
-    section: Section  # Section of the stage image
-    # dp index of the shard (replicated), of the owner (owned, host, checksums) or of the member
-    # that computed it (parity)
+    section: Section
+    # dp index of the member that stores the block as its own shard (replicated), that owns the
+    # state (owned, host, checksums), or that computed the block (parity)
     member: int
-    index: int  # Position within that shard, 0-based
+    index: int  # Position among the member's blocks of this section, from 0
 
 
 @dataclass(frozen=True, order=True)
 class VersionId:
-    """A version of the job's state.
+    """Identity of a version of the job's state.
 
-    Versions are ordered by incarnation first. A later incarnation starts from the best available
-    version, so its versions replace all older ones, even those with a higher step that a
-    disconnected node has taken.
+    Versions are ordered by incarnation (start of the job) first, then by step. A later start
+    continues from the best version available to it, so its versions replace all older ones, even
+    those with a higher step that a disconnected node may have taken.
     """
 
-    incarnation: int  # 1 for the first start of the job; incremented by every restart
-    step: int  # Optimizer steps that the state contains (DeepSpeed's ``global_steps``)
+    incarnation: int  # Number of the start of the job; 1 for the first, incremented by each restart
+    step: int  # Number of optimizer steps in the state (DeepSpeed's ``global_steps``)
 
     def __str__(self) -> str:
         return f"step {self.step} (incarnation {self.incarnation})"
 
 
 def given_up(labels: Iterable[VersionId]) -> dict[VersionId, VersionId]:
-    """Versions that the job abandoned by going back to an earlier step.
+    """Find the versions that the job abandoned when a restart went back to an earlier step.
 
-    A version is abandoned if a later incarnation has a version whose step is not higher.
+    A version is abandoned if a later start (incarnation) has a version whose step is not higher.
 
     Returns:
-        For each abandoned version, that version of the later incarnation.
+        For each abandoned version, such a version of the later start.
     """
     line: list[VersionId] = []
     passed: dict[VersionId, VersionId] = {}
@@ -288,16 +291,19 @@ def given_up(labels: Iterable[VersionId]) -> dict[VersionId, VersionId]:
 class Resize:
     """A change of the number of replicas, and the source of each new replica's host state."""
 
-    old: int  # Replicas before
-    new: int  # Replicas after
+    old: int  # Number of replicas before
+    new: int  # Number of replicas after
 
     def host_from(self, dp: int) -> int:
-        """The old replica whose host state the new replica ``dp`` takes: its own if it existed,
-        otherwise another one's, for the parts that are equal on all replicas."""
+        """Return the old replica whose host state the new replica ``dp`` takes.
+
+        It is the replica with the same index; if that did not exist, a different one, of whose host
+        state only the parts that are equal on all replicas are used.
+        """
         return dp % self.old
 
     def is_new(self, dp: int) -> bool:
-        """Whether replica ``dp`` did not exist before, so its own state is not in the version."""
+        """Whether replica ``dp`` did not exist before, so that the version has no state of it."""
         return dp >= self.old
 
     def __str__(self) -> str:

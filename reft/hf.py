@@ -1,12 +1,12 @@
-"""Resumes Hugging Face's ``Trainer`` with DeepSpeed where the version was taken.
+"""Resumes Hugging Face's ``Trainer`` with DeepSpeed exactly where a version was taken.
 
     trainer = reft.hf.resumable(Trainer(...))
     trainer.train()
 
-The engine is made within ``train()``, when the Trainer has already decided where it begins. So
-methods of it are wrapped on the instance: as soon as there is an engine its state is loaded, and
-passes over the data that were trained before the failure are left out, as when the Trainer resumes
-from a checkpoint.
+The Trainer creates the DeepSpeed engine within ``train()``, after it has decided where to begin.
+Therefore methods of the Trainer instance are wrapped. As soon as the engine exists, its state is
+restored; and the Trainer skips the data on which it trained before the failure, in the same way as
+when it resumes from a checkpoint.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from reft.state.objects import is_stateful
 from reft.wrapping import wrap
 
 _STATE = "trainer"
-"""Key of the Trainer's state among the client state."""
+"""Key of the Trainer's state in the client state, which versions include."""
 _KEPT = (
     "total_flos",
     "num_input_tokens_seen",
@@ -31,10 +31,10 @@ _KEPT = (
     "best_global_step",
     "best_model_checkpoint",
 )
-"""Kept fields of the Trainer's state, in addition to its step. Its log is not kept, because it
-grows with every step."""
+"""Fields of the Trainer's state that versions include, in addition to the step. The Trainer's log
+is not included, because it grows with every step."""
 _CALLBACKS, _CONTROL = "callbacks", "control"
-"""Keys of the states of callbacks, and of the Trainer's control."""
+"""Keys, in the client state, of the states of callbacks and of the Trainer's control."""
 _PREPARE, _PASS, _RNG = "_prepare_for_training", "_run_epoch", "_load_rng_state"
 _NEEDED = {
     _PREPARE: {"max_steps", "train_dataloader", "resume_from_checkpoint"},
@@ -47,13 +47,13 @@ _NEEDED = {
 
 
 def resumable(trainer: Any) -> Any:
-    """Make a ``transformers.Trainer`` resume, after a failure, from the newest version.
+    """Make a ``transformers.Trainer`` resume from the newest version after a failure.
 
-    Weights, optimizer, scheduler, random states, the step, the position in the data, the Trainer's
-    control and the state of callbacks are restored. The state of a callback is what it exports
-    (``EarlyStoppingCallback``), its ``state_dict``, or its attributes with plain values and
-    generators. The Trainer's log begins again. Without a ``reft`` block in the DeepSpeed
-    configuration, the Trainer trains as before.
+    Restored are weights, optimizer, scheduler, random states, the step, the position in the data,
+    the Trainer's control and the state of callbacks. The state of a callback is what it exports (as
+    ``EarlyStoppingCallback`` does), its ``state_dict``, or its attributes that are plain values or
+    random generators. The Trainer's log begins again. Without a ``reft`` block in the DeepSpeed
+    configuration, this changes nothing.
 
     Args:
         trainer: a Trainer with ``TrainingArguments(deepspeed=...)``, before ``train()`` is called.
@@ -62,7 +62,7 @@ def resumable(trainer: Any) -> Any:
         The same Trainer.
 
     Raises:
-        ConfigError: it is no Trainer of a supported transformers release (5.0 or later).
+        ConfigError: the object is no Trainer of a supported transformers release (5.0 or later).
     """
     for name, arguments in _NEEDED.items():
         method = getattr(trainer, name, None)
@@ -83,14 +83,17 @@ def resumable(trainer: Any) -> Any:
 
 
 class Callbacks(HostState):
-    """State of the script's callbacks that do not export it: their ``state_dict``, or their
-    attributes. Saved states are matched by class, in order."""
+    """Captures and restores the state of the script's callbacks that do not export it themselves.
+
+    The state is a callback's ``state_dict`` or its attributes. At a restore, states and callbacks
+    are matched by class, in order.
+    """
 
     name = "trainer.callbacks"
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self.capture()  # Records the attributes' values before training
+        self.capture()  # So that attributes.capture() knows the values before training
 
     def _followed(self) -> list[Any]:
         from transformers.trainer_callback import ExportableState
@@ -117,8 +120,10 @@ class Callbacks(HostState):
 
 
 class Scheduler(HostState):
-    """State of the Trainer's learning-rate scheduler, if it is not torch's; those are followed
-    elsewhere."""
+    """Captures and restores the Trainer's learning-rate scheduler if it is not one of torch's.
+
+    Torch's schedulers are found and restored without this.
+    """
 
     name = "trainer.lr_scheduler"
 
@@ -133,26 +138,26 @@ class Scheduler(HostState):
 
 
 def followers(trainer: Any, engine: Any) -> Iterator[HostState]:
-    """Objects with state in a Trainer that has an engine."""
+    """Yield what captures and restores the further state of a Trainer that has an engine."""
     from torch.optim.lr_scheduler import LRScheduler
 
     yield Callbacks(trainer)
     scheduler = trainer.lr_scheduler
-    # Accelerate may have wrapped the engine's scheduler.
+    # The engine's scheduler, which Accelerate may have wrapped, is restored with the engine.
     is_engines = engine.lr_scheduler in (scheduler, getattr(scheduler, "scheduler", None))
     if is_stateful(scheduler) and not is_engines and not isinstance(scheduler, LRScheduler):
         yield Scheduler(scheduler)
 
 
 class Resumption:
-    """Loads the state of one Trainer and skips the passes that were trained before."""
+    """Restores the state of one Trainer, and skips the data that was trained on before."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._rng: dict[str, Any] | None = None
-        """The version's random states, until the Trainer has loaded them."""
+        """Random states of the version; None once they are restored, or if there are none."""
         self._step: int | None = None
-        """The restored step, until the pass that contains it has begun."""
+        """The restored step; None once its epoch has begun, or if nothing was restored."""
         self._has_stopped = False
         """Whether a callback had stopped the training when the version was taken."""
 
@@ -167,7 +172,7 @@ class Resumption:
         }
 
     def _stateful(self) -> list[Any]:
-        """Callbacks whose state is also in the Trainer's own checkpoints."""
+        """Return the callbacks that export their state, as in the Trainer's own checkpoints."""
         from transformers.trainer_callback import ExportableState
 
         return [
@@ -175,7 +180,10 @@ class Resumption:
         ]
 
     def restore_callbacks(self, saved: list[list[Any]]) -> None:
-        """Restore callbacks by name, in order; the script creates them again at every start."""
+        """Restore the states of callbacks that export them, matched by class name, in order.
+
+        The script creates the callbacks again at every start.
+        """
         states = list(saved)
         for callback in self._stateful():
             found = next((state for state in states if state[0] == type(callback).__name__), None)
@@ -185,7 +193,7 @@ class Resumption:
                     setattr(callback, name, value)
 
     def prepare(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        """Wraps the method that creates the engine, and loads its state."""
+        """Wrap the Trainer's method that creates the engine; restore the state afterwards."""
         from reft.engine.attach import attach, find_session
         from reft.state.blob import capture_rng
 
@@ -216,7 +224,7 @@ class Resumption:
         return result
 
     def run_pass(self, original: Any, *args: Any, **kwargs: Any) -> None:
-        """Wraps one pass over the data; skips passes before the restored step."""
+        """Wrap the Trainer's method for one epoch; skip what comes before the restored step."""
         bound = inspect.signature(original).bind(*args, **kwargs).arguments
         if self._step is not None:
             trainer = self._trainer
@@ -237,8 +245,10 @@ class Resumption:
         original(**bound)
 
     def load_rng(self, original: Any, *args: Any, **kwargs: Any) -> None:
-        """Wraps the loading of random states: restores the version's when the Trainer has reached
-        its position."""
+        """Wrap the Trainer's loading of random states; restore those of the version instead.
+
+        The Trainer calls the method when it has skipped the data before the restored step.
+        """
         from reft.state.blob import restore_rng
 
         if self._rng is None:

@@ -1,29 +1,31 @@
 """Finds packages that extend reft: support for training programs, rendezvous and transports.
 
-An integration is a module named by an entry point of the group ``reft.integrations``, such as this
-one in the ``pyproject.toml`` of the package::
+An integration is a module that an entry point of the group ``reft.integrations`` names, such as
+this one in the ``pyproject.toml`` of a package::
 
     [project.entry-points."reft.integrations"]
     megatron = "megatron_patches"
 
-Importing the module must be cheap: it is imported before the training script. It may hold any of
+The module is imported before the training script, so its import must be cheap. It may contain any
+of these tables (dicts):
 
-- ``ON_IMPORT``: name of a module of the program -> ``"module:function"``, called with the module
-  right after it was imported, where ``REFT_CONFIG`` names a block;
-- ``PROGRAMS``: name of a module of the program -> ``"module:function"``, called with an engine of a
-  program that has imported it; returns a :class:`~reft.engine.attach.Program`, or None if the
-  engine does not belong to the program;
-- ``FOLLOWERS``: any name -> ``"module:function"``, called with the session's
+- ``ON_IMPORT``: name of a module of a training program -> ``"module:function"``. If ``REFT_CONFIG``
+  names a file with a ``reft`` block, the function is called with that module right after its
+  import.
+- ``PROGRAMS``: name of a module of a training program -> ``"module:function"``. If the process has
+  imported that module, the function is called with the training engine. It returns a
+  :class:`~reft.engine.attach.Program`, or None if the engine does not belong to the program.
+- ``FOLLOWERS``: any name -> ``"module:function"``. The function is called with the
   :class:`~reft.engine.context.JobContext` and a function that returns the objects which the script
-  has given; returns the :class:`~reft.engine.host_state.HostState` objects that follow the state of
-  the script;
-- ``NAMES``: public name, found in ``reft`` -> module that holds it;
-- ``COMMANDS``: name of a sub-command of ``reft`` -> ``"module:function"``, called with its
-  arguments, and a line of help;
-- ``RENDEZVOUS``: name of a ``--rdzv-backend`` -> ``"module:class"``, a subclass of
-  :class:`~reft.job.rendezvous.backend.RendezvousBackend`;
-- ``TRANSPORTS``: a ``"transport"`` of the block -> ``"module:function"``, which returns a function
-  that opens a :class:`~reft.control.transport.Transport`.
+  has passed to reft. It returns :class:`~reft.engine.host_state.HostState` objects, which capture
+  and restore state of the script.
+- ``NAMES``: public name in ``reft`` -> name of the module that defines it.
+- ``COMMANDS``: name of a sub-command of ``reft`` -> ``"module:function"``, which is called with the
+  arguments, and a line of help.
+- ``RENDEZVOUS``: value of ``--rdzv-backend`` -> ``"module:class"``, a subclass of
+  :class:`~reft.job.rendezvous.backend.RendezvousBackend`.
+- ``TRANSPORTS``: value of ``"transport"`` in the ``reft`` block -> ``"module:function"``, which
+  returns a function that opens a :class:`~reft.control.transport.Transport`.
 
 Features of reft itself that the core does not import (:data:`OWN`) are found in the same way.
 """
@@ -42,7 +44,7 @@ OWN = ("reft.follow",)
 
 
 def entries(table: str) -> Iterator[tuple[str, Any]]:
-    """Pairs of one table, such as ``"ON_IMPORT"``, in all integrations."""
+    """Yield the (key, value) pairs of one table, such as ``"ON_IMPORT"``, of all integrations."""
     for own in OWN:
         yield from getattr(import_module(own), table, {}).items()
     for integration in entry_points(group=GROUP):
@@ -50,16 +52,16 @@ def entries(table: str) -> Iterator[tuple[str, Any]]:
 
 
 def load(target: str) -> Any:
-    """The object that ``"module:name"`` names."""
+    """Import and return the object that ``"module:name"`` names."""
     module, _, name = target.partition(":")
     return getattr(import_module(module), name)
 
 
 def find(table: str, name: str) -> Any:
-    """The object that an integration registers in ``table`` as ``name``.
+    """Import and return the object that an integration registers in ``table`` under ``name``.
 
     Raises:
-        ConfigError: no installed package registers it.
+        ConfigError: no installed package registers that name.
     """
     targets = dict(entries(table))
     if name not in targets:

@@ -1,9 +1,9 @@
-"""Log set-up: every line of reft has a prefix such as ``reft [job/pp0.dp1.tp0 step 12]``.
+"""Set-up of logging: every line of reft has a prefix such as ``reft [job/pp0.dp1.tp0 step 12]``.
 
-Modules log through ``logging.getLogger(__name__)``. One handler on the logger ``reft`` adds the
-prefix to the message. The output is left to the program's handlers or, if there are none, to
-Python's last resort (warnings to stderr). The launcher and the node daemon have no coordinate and
-use their role: ``reft [job/launcher node0]``.
+Modules log through ``logging.getLogger(__name__)``. A handler on the logger ``reft`` adds the
+prefix to the message. In trainers, the handlers of the training script then output the line; if
+there are none, Python's last-resort handler prints warnings to stderr. The launcher and the node
+daemon have no coordinate and use their role instead: ``reft [job/launcher node0]``.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ class _Place:
         return f"reft [{inside}]" if inside else "reft:"
 
 
-_PLACE = _Place()  # Identity of this process, which is a rank, a launcher or a daemon
+_PLACE = _Place()  # What the prefix says about this process (a trainer, a launcher or a daemon)
 
 
 def set_place(job: str, who: str, step: int | None = None) -> None:
-    """Set the prefix of this process's lines.
+    """Set the prefix of this process's log lines.
 
     Args:
-        job: the job's id.
+        job: id of the job.
         who: coordinate of the rank, or role of the process.
-        step: see :func:`set_step`.
+        step: last finished step; None: not shown.
     """
     _PLACE.job, _PLACE.who, _PLACE.step = job, who, step
 
 
 def set_step(step: int) -> None:
-    """Set the last finished step. A line about another step's version names that step itself."""
+    """Set the last finished step, which the prefix shows."""
     _PLACE.step = step
 
 
 class PrefixHandler(logging.Handler):
-    """Adds the prefix to every record of reft's loggers before other handlers receive it."""
+    """Adds the prefix to every record of reft's loggers, before other handlers receive it."""
 
     def emit(self, record: logging.LogRecord) -> None:
         prefix = _PLACE.prefix()
@@ -70,7 +70,7 @@ class PrefixHandler(logging.Handler):
 
 
 class StderrHandler(logging.StreamHandler[TextIO]):
-    """Writes to the current sys.stderr, because the earlier one may have been closed."""
+    """Writes to the present value of sys.stderr; an earlier stream may have been closed."""
 
     def __init__(self) -> None:
         super().__init__(sys.stderr)
@@ -81,7 +81,10 @@ class StderrHandler(logging.StreamHandler[TextIO]):
 
 
 def install() -> None:
-    """Add the prefix to this process's lines; log to stderr if REFT_LOGLEVEL is set. Idempotent."""
+    """Set up logging in a trainer: add the prefix; if REFT_LOGLEVEL is set, log to stderr.
+
+    Further calls have no effect.
+    """
     if os.environ.get(ENV_LOG_LEVEL):
         to_stderr()
         return
@@ -91,9 +94,9 @@ def install() -> None:
 
 
 def to_stderr() -> None:
-    """Log to stderr, at the level of REFT_LOGLEVEL or INFO. For reft's own processes.
+    """Log to stderr, at the level in REFT_LOGLEVEL or at INFO; used in reft's own processes.
 
-    Replaces the handlers of an earlier call.
+    A further call replaces the handlers of the earlier one.
     """
     logger = logging.getLogger(NAME)
     logger.handlers = [PrefixHandler(), StderrHandler()]
@@ -103,21 +106,21 @@ def to_stderr() -> None:
     logger.setLevel(known.get(wanted.upper(), logging.INFO))
     if wanted.upper() not in known:
         logger.warning("%s is %r; write DEBUG, INFO, WARNING or ERROR", ENV_LOG_LEVEL, wanted)
-        os.environ[ENV_LOG_LEVEL] = "INFO"  # Child processes do not repeat the warning
+        os.environ[ENV_LOG_LEVEL] = "INFO"  # So that child processes do not repeat the warning
 
 
 logger = logging.getLogger(__name__)
 
 
 class EventLog:
-    """Appends events of one rank to a file.
+    """Appends a process's events, as JSON lines, to a file in the directory ``REFT_EVENTS``.
 
-    Each line is written with one ``write``, so it survives a SIGKILL. If events cannot be written,
-    this is logged once and they are dropped (P6).
+    Each line is written by one unbuffered ``write`` call, so a SIGKILL loses none. If events cannot
+    be written, one warning is logged, and they are dropped (P6).
 
     Args:
         rank: rank of the process; -1 for a launcher.
-        writer: first word of the file's name: ``reft``, or ``rank`` for a training script.
+        writer: first word of the file's name: ``reft``, or ``rank`` for events of a script.
     """
 
     def __init__(self, rank: int, writer: str = "reft") -> None:
@@ -136,7 +139,7 @@ class EventLog:
 
     @property
     def enabled(self) -> bool:
-        """Whether events are recorded."""
+        """Whether events are written to a file."""
         return self._fd is not None
 
     def write(self, event: str, **fields: Any) -> None:

@@ -1,8 +1,8 @@
-"""Names of jobs. If the user gives none, it is derived from the start, so that a repeated start
-gets the same name (P7).
+"""Names of jobs, which identify their memory. Standard library only.
 
-The name identifies the job's memory. It begins with the program's name, so that users recognise it,
-and contains a digest of the user, directory, program and arguments. Standard library only.
+If the user gives no name, it is derived from how the job is started, so that the same start again
+gives the same name (P7). Such a name begins with the program's name, so that users recognise it,
+and contains a digest of the user, directory, program and arguments.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from pathlib import Path
 
 
 def committed_key(job_id: str) -> str:
-    """Key of a job's newest committed version in the rendezvous store."""
+    """Return the key of a job's newest committed version in the rendezvous store."""
     return f"reft/{job_id}/committed"
 
 
-BLOCK_NAME = "reft"  # Key of the block in DeepSpeed's JSON
+BLOCK_NAME = "reft"  # Key of reft's configuration in DeepSpeed's JSON
 
 _MOST_CHARACTERS = 128
 JOB_ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
@@ -38,7 +38,7 @@ def is_name(text: str) -> bool:
 
 
 def safe_name(text: str) -> str:
-    """``text`` if it is a valid name, otherwise a readable name that is unique to it."""
+    """Return ``text`` if it is a valid name, otherwise a readable name that is unique to it."""
     if is_name(text):
         return text
     digits = _digest(text)[:_PROGRAM_DIGITS]
@@ -52,7 +52,7 @@ def own_name(program: str, arguments: Sequence[str], *, module: bool = False) ->
     Args:
         program: path of the script or program, or the name of a module.
         arguments: arguments of the program.
-        module: ``program`` is a module's name.
+        module: whether ``program`` is the name of a module.
     """
     where = program if module else os.path.realpath(program)
     stem = program.rpartition(".")[2] if module else Path(program).stem
@@ -62,7 +62,7 @@ def own_name(program: str, arguments: Sequence[str], *, module: bool = False) ->
 
 
 def find_process_name() -> str:
-    """:func:`own_name` for the running Python process, from its command line."""
+    """Derive a job's name for the running Python process, as :func:`own_name`, from its command."""
     program, module = own_program()
     command = sys.orig_argv[1:]
     behind = 0
@@ -74,7 +74,7 @@ def find_process_name() -> str:
 
 
 def own_program() -> tuple[str, bool]:
-    """The running process's script or module, and whether it is a module."""
+    """Return the script or module that this process runs, and whether it is a module."""
     main = sys.modules.get("__main__")
     spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
     if spec is not None and spec.name:
@@ -102,7 +102,7 @@ def _digest(*parts: str) -> str:
 
 
 def kernel_id() -> str:
-    """The boot id of the running kernel, or else the host's name."""
+    """Return the boot id of the running kernel; if that is unknown, the host's name."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

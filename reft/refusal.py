@@ -1,7 +1,7 @@
-"""Ends a refused process with one message that says what to change, and exit code 2.
+"""Ends a process that reft refuses to run: one message that says what to change, and exit code 2.
 
-It works under any launcher. It imports only the standard library, because trainers load it before
-the user's script sets its environment.
+This works under any launcher. The module imports only the standard library, because trainers load
+it before the training script sets environment variables.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ _IN_USE = "JobInUseError"
 def is_refusal(error: BaseException) -> bool:
     """Whether ``error`` is a refusal by reft, which a restart cannot fix.
 
-    The cause is the script, its block or the state that is left of the job. Memory held by another
-    job is not included, because it may be free later.
+    The cause is the script, its ``reft`` block, or the state that is left of the job. If another
+    job holds the memory directory, that is no refusal, because the directory may be free later.
     """
     names = {c.__name__ for c in type(error).__mro__ if c.__module__ == "reft.errors"}
     return bool(names & _REFUSALS) and _IN_USE not in names
 
 
 def write_refusal(error: BaseException) -> None:
-    """Print a refusal to stderr."""
+    """Print the message of a refusal to stderr."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         print(f"reft: {error}", file=sys.stderr, flush=True)
 
 
 def write_error_file(error: BaseException) -> None:
-    """Write TorchElastic's error file, unless torch's ``@record`` has written it.
+    """Write TorchElastic's error file, unless torch's decorator ``@record`` has written it.
 
-    torchrun prints the traceback in it, or the message if there is no traceback.
+    torchrun prints the traceback in that file; if there is none, the message.
     """
     path = os.environ.get(ENV_ERROR_FILE)
     if not path or os.path.exists(path):
@@ -61,7 +61,7 @@ def write_error_file(error: BaseException) -> None:
 
 
 class _Hook:
-    """Replaces ``sys.excepthook``; passes exceptions other than refusals to the previous hook."""
+    """A ``sys.excepthook`` for refusals; passes other exceptions to the previous hook."""
 
     def __init__(self, before: Callable[..., object]) -> None:
         self._before = before
@@ -74,13 +74,15 @@ class _Hook:
             return
         write_refusal(error)
         write_error_file(error)
-        # Python runs the exit handlers and then exits with this code.
+        # SystemExit, so that Python runs the exit handlers and then exits with this code.
         raise SystemExit(EX_REFUSED)
 
 
 def end_in_words() -> None:
-    """Install the hook: an uncaught refusal ends this process with its message and exit code 2,
-    without a traceback. Idempotent."""
+    """Let an uncaught refusal end this process with its message and exit code 2, no traceback.
+
+    Further calls have no effect.
+    """
     if not isinstance(sys.excepthook, _Hook):
         sys.excepthook = _Hook(sys.excepthook)
 
@@ -91,18 +93,18 @@ class _Formatter(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser for a sub-command that parses its own arguments, with ``-h`` and ``--version``.
+    """Argument parser for sub-commands that typer does not parse; has ``-h`` and ``--version``.
 
     Args:
         words: text after the options in the usage line.
-        others: see :class:`argparse.ArgumentParser`; ``prog`` is the command, such as ``reft
-            demo``.
+        others: arguments of :class:`argparse.ArgumentParser`; ``prog`` is the command, such as
+            ``reft demo``.
     """
 
     def __init__(self, *, words: str = "", **others: Any) -> None:
         usage = " ".join(["%(prog)s [OPTIONS]", *([words] if words else [])])
         super().__init__(usage=usage, formatter_class=_Formatter, **others)
-        # The same titles as typer's for the other commands
+        # Use the same titles as typer does for the other commands
         self._positionals.title, self._optionals.title = "Arguments", "Options"
         self.add_argument(
             "--version", action="version", version=f"reft {__version__}", help="print the version"

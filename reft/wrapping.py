@@ -1,4 +1,4 @@
-"""Replacing methods by wrappers around them. Imported in every process: standard library only."""
+"""Replaces methods by wrappers around them. Standard library only, as every process imports it."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Any
 
 
 def wrap(where: Any, name: str, around: Callable[..., Any]) -> None:
-    """Replace a method of an instance, or a function of a module. Other instances and the class are
-    not changed.
+    """Replace a method of one instance, or a function of a module, by a wrapper.
+
+    The class and its other instances are not changed.
 
     Args:
         where: the instance or module.
-        name: of the method or function.
-        around: called with the original and the arguments.
+        name: name of the method or function.
+        around: wrapper; called with the original and the arguments.
     """
     original = getattr(where, name)
     setattr(where, name, functools.wraps(original)(partial(around, original)))
@@ -24,8 +25,8 @@ def wrap(where: Any, name: str, around: Callable[..., Any]) -> None:
 def bind(
     original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The arguments of a call of ``original`` by name, without defaults."""
-    import inspect  # Every process imports this module: the import takes milliseconds
+    """Return the arguments of a call of ``original`` by name, without defaults."""
+    import inspect  # Here, because it takes milliseconds, and every process imports this module
 
     signature = inspect.signature(original)
     named = dict(signature.bind(*args, **kwargs).arguments)

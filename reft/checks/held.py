@@ -1,8 +1,8 @@
-"""Finds state that a training script holds outside the engine, by reading its source. Pure.
+"""Finds state that a training script holds outside the engine, by analysing its source. Pure.
 
 Examples are random generators, averaged copies of the model, and attributes of modules that
-training increments. The engine has no reference to them, so the script must name them in
-``reft.attach(engine, state={...})``.
+training increments. The engine has no reference to such objects, so the script must pass them to
+reft by ``reft.attach(engine, state={...})``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _OF_MODULES = frozenset(
 )
 _UPDATES = (*("update", "update_parameters", "lerp_", "step"), *_OF_MODULES)
 _UPDATING_WORDS = ("ema", "update", "average", "momentum", "copy")
-"""Words in names of functions that update a copy passed as an argument."""
+"""Words that suggest, in a function's name, that it updates a copy passed as an argument."""
 _CALLED_BY_TORCH = frozenset(
     {"forward", "__getitem__", "__iter__", "training_step", "compute_loss"}
 )
@@ -46,10 +46,10 @@ class HeldFinding(NamedTuple):
 
 
 class HeldState:
-    """Searches one script.
+    """Searches one script for such state.
 
     Args:
-        nodes: all nodes of its syntax tree.
+        nodes: all nodes of the script's syntax tree.
         parents: the parent of each node.
     """
 
@@ -69,7 +69,7 @@ class HeldState:
     # -- code that trains --------------------------------------------------------------------------
 
     def _training_code(self) -> set[ast.AST]:
-        """Nodes of training loops, and of the script's functions that these call."""
+        """Collect the nodes of training loops and of the script's functions that these call."""
         trains = {name for name, f in self._functions.items() if _calls(f) & _TRAINS}
         while more := {
             n for n, f in self._functions.items() if n not in trains and _calls(f) & trains
@@ -102,11 +102,13 @@ class HeldState:
             for n in self._training
         )
 
-    # -- state that is kept already ----------------------------------------------------------------
+    # -- state that the script passes to reft already ----------------------------------------------
 
     def _kept_names(self) -> set[str]:
-        """Names and attributes in ``state=`` and ``client_state=``, and those they are computed
-        from."""
+        """Collect the names and attributes that the script passes to reft.
+
+        These occur in ``state=`` and ``client_state=``, or in what such values are computed from.
+        """
         todo: list[ast.AST] = [
             keyword.value
             for node in self._nodes
@@ -128,7 +130,7 @@ class HeldState:
         return kept
 
     def _assigned(self) -> Iterator[tuple[ast.expr, ast.expr]]:
-        """Targets and values of assignments; tuples are split into their elements."""
+        """Yield target and value of each assignment; tuples are split into their elements."""
         for node in self._nodes:
             if isinstance(node, ast.AnnAssign) and node.value is not None:
                 yield node.target, node.value
@@ -140,7 +142,7 @@ class HeldState:
                         yield target, node.value
 
     def _made(self) -> Iterator[tuple[str, ast.expr, ast.Call]]:
-        """Objects that are created outside training, used in it, and not kept.
+        """Find objects that are created outside training, used in it, and not passed to reft.
 
         Yields:
             Name, target of the assignment, and the call that creates the object.
@@ -176,7 +178,7 @@ class HeldState:
                 )
 
     def _is_updated(self, name: str) -> bool:
-        """Whether training may update a copy, by its methods or by a function that receives it."""
+        """Whether training may update a copy: by its methods, or by a function that receives it."""
         for node in self._training:
             if not isinstance(node, ast.Call):
                 continue
@@ -193,7 +195,7 @@ class HeldState:
         return False
 
     def _attributes(self) -> Iterator[HeldFinding]:
-        """Attributes of modules that are computed from their previous value."""
+        """Find attributes of modules that training computes from their previous value."""
         modules = {
             ast.unparse(n.func.value)
             for n in self._nodes
@@ -223,7 +225,7 @@ class HeldState:
                 )
 
     def _is_in_class(self, node: ast.AST, base: str) -> bool:
-        """Whether a node is inside a class that has a base whose name ends with ``base``."""
+        """Whether a node is inside a class with a base class whose name ends with ``base``."""
         while (parent := self._parents.get(node)) is not None:
             if isinstance(parent, ast.ClassDef) and any(
                 ast.unparse(b).endswith(base) for b in parent.bases
@@ -239,7 +241,7 @@ def _attach(name: str) -> str:
 
 
 def _calls(node: ast.AST) -> set[str]:
-    """Names of functions and methods that are called inside a node."""
+    """Return the names of functions and methods that are called inside a node."""
     return {_name(n) for n in ast.walk(node) if isinstance(n, ast.Call)}
 
 
@@ -248,13 +250,15 @@ def _name(call: ast.Call) -> str:
 
 
 def _names_in(node: ast.AST) -> set[str]:
-    """Names and attributes that occur in a node, as they are written."""
+    """Return the names and attributes that occur inside a node, as source text."""
     return {ast.unparse(n) for n in ast.walk(node) if isinstance(n, ast.Name | ast.Attribute)}
 
 
 def _innermost_call(value: ast.expr) -> ast.Call | None:
-    """The call that creates an object, without methods that return it:
-    ``Generator()`` in ``Generator().manual_seed(3)``."""
+    """Return the call that creates an object, without chained methods that return the object.
+
+    For ``Generator().manual_seed(3)`` this is ``Generator()``. None if there is no call.
+    """
     while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
         if not isinstance(value.func.value, ast.Call):
             break

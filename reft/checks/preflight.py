@@ -1,7 +1,7 @@
-"""Preflight checks: one list for `reft plan`, `reft config --check` and the start of a job. Pure,
-and without torch.
+"""Checks that need only the configuration and the script. Pure, and without torch.
 
-Checks that depend on the engine and the placement are made by the job at its start (P12).
+`reft plan`, `reft config --check` and the start of a job all use them. Checks that depend on the
+engine and the placement of ranks are made by the job at its start (P12).
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ def config_findings(config: Mapping[str, Any]) -> tuple[ReftConfig, list[Finding
         The ``reft`` block, and the findings that follow from the configuration alone.
 
     Raises:
-        ConfigError: the block is missing or invalid, or a part of the configuration is no object.
+        ConfigError: the ``reft`` block is missing or invalid, or a part of the configuration that
+            must be an object is not.
     """
     if BLOCK_NAME not in config:
         raise ConfigError(
@@ -49,13 +50,13 @@ def _findings(config: Mapping[str, Any], block: ReftConfig) -> list[Finding]:
 
 
 def holds_block_alone(config: Mapping[str, Any]) -> bool:
-    """Whether a file holds the block and nothing of DeepSpeed, as Megatron-LM needs it
-    (``reft launch --block``)."""
+    """Whether a configuration file holds the ``reft`` block alone, without DeepSpeed's settings,
+    as for Megatron-LM (``reft launch --block``)."""
     return set(config) == {BLOCK_NAME}
 
 
 def engine_findings(config: Mapping[str, Any]) -> Iterator[Finding]:
-    """Settings of DeepSpeed that reft refuses with any block."""
+    """Find settings of DeepSpeed that reft refuses, whatever its own block says."""
     refused = partial(Finding, Severity.REFUSED)
     zero = find_part(config, "zero_optimization")
     stage = zero.get("stage", 0)
@@ -75,6 +76,12 @@ def engine_findings(config: Mapping[str, Any]) -> Iterator[Finding]:
     if kind in ("onebitadam", "zerooneadam", "onebitlamb"):
         found = f'"optimizer.type" is {kind!r}, which keeps an error feedback per worker'
         yield refused(found, 'write "AdamW"')
+    if kind == "exactadam" and stage and not config.get("zero_allow_untested_optimizer"):
+        yield refused(
+            f'"optimizer.type" is "ExactAdam" at ZeRO-{stage}, where DeepSpeed accepts its own '
+            "optimizers alone",
+            'write "zero_allow_untested_optimizer": true',
+        )
     if kind == "muon":
         yield refused('"optimizer.type" is "muon", whose state reft does not know', 'write "AdamW"')
     autocast = find_part(config, "torch_autocast")
@@ -99,7 +106,7 @@ def engine_findings(config: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _zero3_findings(zero: Mapping[str, Any], autocast: Mapping[str, Any]) -> Iterator[Finding]:
-    """Settings of ZeRO-3 that reft was not tested with, or whose state it does not know."""
+    """Find settings of ZeRO-3 that reft does not support."""
     refused = partial(Finding, Severity.REFUSED)
     if zero.get("mics_shard_size", -1) > 0:
         found = '"zero_optimization.mics_shard_size" is set: reft does not support MiCS'
@@ -115,8 +122,8 @@ def _zero3_findings(zero: Mapping[str, Any], autocast: Mapping[str, Any]) -> Ite
             yield refused(found, "remove it")
     if autocast.get("enabled") and zero.get("stage3_param_persistence_threshold") != 0:
         yield refused(
-            # The optimizer step gathers these parameters in fp32, a forward pass in 16 bits. Only
-            # the first forward pass of a process finds them released.
+            # After an optimizer step these parameters stay gathered in fp32. Only the first forward
+            # pass of a process has to gather them, and does so in 16 bits.
             '"torch_autocast" gathers persistent parameters of ZeRO-3 in another precision in the '
             "first step after a start: a resumed run would differ",
             'write "stage3_param_persistence_threshold": 0',
@@ -124,15 +131,15 @@ def _zero3_findings(zero: Mapping[str, Any], autocast: Mapping[str, Any]) -> Ite
 
 
 def is_offloaded(config: Mapping[str, Any]) -> bool:
-    """Whether masters and moments are outside of the device."""
+    """Whether master weights and moments are kept outside of the device."""
     offload = find_part(find_part(config, "zero_optimization"), "offload_optimizer")
     return bool(offload.get("device", "none") != "none")
 
 
 def _offload_findings(zero: Mapping[str, Any]) -> Iterator[Finding]:
-    """Settings with which DeepSpeed keeps state outside of the device.
+    """Find settings by which DeepSpeed offloads state in a way that reft does not support.
 
-    reft supports masters, moments and, at stage 3, weights in host memory.
+    Supported are master weights and moments in host memory and, at stage 3, weights.
     """
     refused = partial(Finding, Severity.REFUSED)
     offload, stage = find_part(zero, "offload_optimizer"), zero.get("stage", 0)
@@ -171,7 +178,10 @@ def _offload_findings(zero: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _tolerance_findings(block: ReftConfig) -> Iterator[Finding]:
-    """Findings from the scheme alone; a plan and the start of a job use the placement (P4)."""
+    """Compare the tolerance that the user wants with what the protection scheme can survive.
+
+    `reft plan` and the start of a job also take the placement of ranks into account (P4).
+    """
     if block.chooses or block.allow_unprotected or block.variant is Variant.NONE:
         return
     survived = block.scheme.certain_losses
@@ -185,9 +195,9 @@ def _tolerance_findings(block: ReftConfig) -> Iterator[Finding]:
 
 
 def recompute_findings(config: Mapping[str, Any], block: ReftConfig) -> Iterator[Finding]:
-    """Settings that prevent peers from recomputing ZeRO partitions.
+    """Find settings with which peers cannot recompute ZeRO partitions, as "+aor" requests.
 
-    Without partitions, "+aor" has no effect.
+    Without partitions "+aor" has no effect, and there are no findings.
     """
     zero = find_part(config, "zero_optimization")
     stage = zero.get("stage", 0)
@@ -205,7 +215,7 @@ def recompute_findings(config: Mapping[str, Any], block: ReftConfig) -> Iterator
         yield refused(f"{found} keeps those of the own partition only", f"{leave_out}, or write 1")
         return
     kind = str(find_part(config, "optimizer").get("type", "")).lower()
-    if kind not in ("", "adam", "adamw"):
+    if kind not in ("", "adam", "adamw", "exactadam"):
         found = f'"optimizer.type" is {kind!r}, but "{AOR}" recomputes Adam and AdamW only'
         yield refused(found, f'write "AdamW", or {leave_out}')
     kept = [name for name in ("reduce_scatter", "contiguous_gradients") if zero.get(name, True)]
@@ -227,11 +237,11 @@ def _accumulates_bf16_in_fp32(config: Mapping[str, Any]) -> bool:
 
 
 def block_findings(block: ReftConfig, *, for_megatron: bool = False) -> Iterator[Finding]:
-    """Settings of the block that limit recovery (P12).
+    """Find settings of the ``reft`` block that limit recovery (P12).
 
     Args:
         block: the ``reft`` block.
-        for_megatron: whether the job is Megatron-LM's, which writes its checkpoints itself.
+        for_megatron: whether the job trains with Megatron-LM, which writes checkpoints by itself.
     """
     warning = partial(Finding, Severity.WARNING)
     if not block.enabled:
@@ -262,7 +272,7 @@ def block_findings(block: ReftConfig, *, for_megatron: bool = False) -> Iterator
 
 
 def storage_findings(block: ReftConfig) -> Iterator[Finding]:
-    """A warning if this host cannot write to ``persist.dir``."""
+    """Yield a warning if this host cannot write to ``persist.dir``."""
     from reft.storage.persist import MAKE_WRITABLE, reason_unwritable
 
     directory = block.persist.dir
@@ -276,9 +286,16 @@ def storage_findings(block: ReftConfig) -> Iterator[Finding]:
 
 
 def values_left_open(config: Mapping[str, Any], path: str = "") -> Iterator[str]:
-    """Keys whose value is "auto", which a Hugging Face Trainer replaces when it starts.
+    """Find keys with the value "auto", which a Hugging Face Trainer replaces when it starts.
 
-    The block has its own meaning of "auto".
+    The ``reft`` block is left out, because "auto" has a different meaning there.
+
+    Args:
+        config: DeepSpeed's configuration, or an object within it.
+        path: prefix of the keys of ``config``, with a dot at the end; empty for the whole.
+
+    Yields:
+        The keys with dots, such as ``optimizer.params.lr``.
     """
     for key, value in config.items():
         if key == BLOCK_NAME and not path:
@@ -290,10 +307,10 @@ def values_left_open(config: Mapping[str, Any], path: str = "") -> Iterator[str]
 
 
 def find_part(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """An object within the configuration; empty if it is missing.
+    """Return the object under a key of the configuration; empty if the key is missing.
 
     Raises:
-        ConfigError: it is no object.
+        ConfigError: the value is no object.
     """
     value = config.get(key) or {}
     if not isinstance(value, Mapping):
@@ -328,7 +345,7 @@ _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
 
 class ScriptLook:
-    """Finds what prevents a training script from resuming exactly, by reading its source.
+    """Finds what prevents a training script from resuming exactly, by analysing its source.
 
     Code in other modules is not analysed.
 
@@ -354,7 +371,7 @@ class ScriptLook:
         return sorted(found, key=lambda f: f.line)
 
     def begins_anew(self) -> list[Finding]:
-        """State that a version does not restore, sorted by line."""
+        """Find state that a resumed script would lose or compute wrongly, sorted by line."""
         found = (
             *(*self.loops(), *self.skips(), *self.cycles()),
             *(*self.client_states(), *self.counted_early(), *self.own_state()),
@@ -362,13 +379,12 @@ class ScriptLook:
         return sorted(found, key=lambda f: f.line)
 
     def own_state(self) -> Iterator[Finding]:
-        """Generators, averaged copies and attributes of modules that the script must pass to
-        reft."""
+        """Find random generators, averaged copies and attributes that must be passed to reft."""
         for held in HeldState(self._nodes, self._parents).findings():
             yield _finding(held.node, held.found, held.change)
 
     def skips(self) -> Iterator[Finding]:
-        """Loops in which the script also skips batches of a resumable loader."""
+        """Find loops in which the script skips batches of a loader that reft resumes already."""
         loaders = self._loaders()
         for loop in self._all(ast.For):
             read = {_text(part) for part in ast.walk(loop.iter)} & loaders
@@ -389,10 +405,10 @@ class ScriptLook:
                 )
 
     def cycles(self) -> Iterator[Finding]:
-        """Loaders that are read through ``itertools.cycle``.
+        """Find loaders that are read through ``itertools.cycle``.
 
-        It repeats the batches that it has read since the process began; after a failure, these are
-        other batches.
+        ``cycle`` repeats the batches that it has read since the process began. After a failure,
+        these are different batches than before.
         """
         for call in self._calls("cycle"):
             read = {_text(argument) for argument in call.args} & self._all_loaders()
@@ -414,7 +430,7 @@ class ScriptLook:
         return {_text(target) for target, call in self._assigned() if _is_resumable(call)}
 
     def _continues_below(self, loop: ast.For, counter: str) -> bool:
-        """Whether a comparison of the loop's counter skips iterations."""
+        """Whether the loop skips iterations while its counter is below a limit."""
         return any(
             isinstance(node, ast.If)
             and any(isinstance(part, ast.Continue) for part in node.body)
@@ -428,9 +444,10 @@ class ScriptLook:
         )
 
     def conditional_loads(self) -> Iterator[Finding]:
-        """Loads under a condition, such as a test for a file that is missing at the first restart.
+        """Find calls that load a checkpoint only under a condition.
 
-        Empty if another load has no condition.
+        An example is a test for a file that does not exist at the first restart. If the script has
+        another such call without condition, there are no findings.
         """
         loads = [(call, self._condition(call)) for call in self._calls(*_LOADS)]
         if any(test is None for _, test in loads):
@@ -450,7 +467,7 @@ class ScriptLook:
             )
 
     def loops(self) -> Iterator[Finding]:
-        """Loops that count steps or passes over a resumable loader from 0 even after a restart."""
+        """Find loops that count steps, or passes over a resumable loader, from 0 at a restart."""
         loaders = self._loaders()
         for loop in self._all(ast.For):
             if not (over := _counted_from_zero(loop.iter)):
@@ -475,10 +492,10 @@ class ScriptLook:
                 )
 
     def group_writes(self, key: str) -> Iterator[tuple[int, bool]]:
-        """Lines that write a value of a parameter group (``group["lr"] = ...``).
+        """Find lines that write a value of a parameter group (``group["lr"] = ...``).
 
         Yields:
-            The line, and whether the value is derived from the engine's step.
+            The line number, and whether the value is derived from the engine's step.
         """
         writes = [(node, target) for node in self._all(ast.Assign) for target in node.targets]
         writes += [(node, node.target) for node in self._all(ast.AugAssign)]  # type: ignore[misc]
@@ -487,7 +504,7 @@ class ScriptLook:
                 yield node.lineno, isinstance(node, ast.Assign) and self._from_step(node.value)
 
     def _from_step(self, value: ast.expr) -> bool:
-        """Whether a value, or an assigned value of a name in it, contains ``global_steps``."""
+        """Whether a value is computed from ``global_steps``, directly or by way of variables."""
         seen: set[str] = set()
         todo: list[ast.AST] = [value]
         while todo:
@@ -504,7 +521,7 @@ class ScriptLook:
     def client_states(self) -> Iterator[Finding]:
         """Find values that the script reads from a checkpoint's client state.
 
-        A version in memory lacks them, unless the script passes them to reft.
+        A version in memory does not contain them unless the script passes them to reft.
         """
         attached = self._calls("attach", "initialize")
         if any(keyword.arg == "client_state" for call in attached for keyword in call.keywords):
@@ -532,9 +549,10 @@ class ScriptLook:
                 )
 
     def counted_early(self) -> Iterator[Finding]:
-        """Client state that a step without a loader changes before its forward pass.
+        """Find client state that changes before the forward pass of a step.
 
-        A version is taken there, so a resumed step would change it again.
+        Without a loader, a version is taken at the forward pass and includes the change; a resumed
+        step would then change the state once more.
         """
         attached = self._calls("attach", "resume")
         states = [k.value for call in attached for k in call.keywords if k.arg == "client_state"]
@@ -551,7 +569,7 @@ class ScriptLook:
             changes = [node for node in ast.walk(loop) if isinstance(node, ast.AugAssign)]
             first = min((call.lineno for call in steps), default=0)
             for change in changes:
-                # In a loop over a loader, the version is taken before the loader is read.
+                # A loop over a loader is different: its version is taken before the loader is read.
                 early = change.lineno < first and self._loop_around(change) is loop
                 if early and _text(change.target) in kept:
                     yield _finding(
@@ -564,7 +582,7 @@ class ScriptLook:
                     )
 
     def _not_looked_for(self) -> Finding:
-        """A note on the state of a script that reading it does not show."""
+        """Note that the analysis cannot find all state that a script holds itself."""
         call = "reft.attach(engine, state={...}) or its client_state"
         if self._is_megatrons():
             call = "reft.keep_state({...}) before pretrain()"
@@ -605,7 +623,7 @@ class ScriptLook:
             )
 
     def _calls(self, *names: str) -> list[ast.Call]:
-        """Calls of functions with these names; without names, all calls."""
+        """Return the calls of functions with the given names; without names, all calls."""
         return [call for call in self._all(ast.Call) if not names or _name(call) in names]
 
     def _all(self, kind: type[N]) -> Iterator[N]:
@@ -617,9 +635,9 @@ class ScriptLook:
                 yield node.targets[0], node.value
 
     def _has_trainer(self) -> bool:
-        """Whether the script creates a Hugging Face ``Trainer``, which loads by itself.
+        """Whether the script creates a Hugging Face ``Trainer``, which loads checkpoints by itself.
 
-        A class of the script counts only if it is derived from such a class.
+        A class of the script's own counts only if it is derived from such a Trainer.
         """
         classes = self._all(ast.ClassDef)
         own = {
@@ -630,7 +648,7 @@ class ScriptLook:
         )
 
     def _is_megatrons(self) -> bool:
-        """Whether the script calls Megatron's ``pretrain``, which loads by itself."""
+        """Whether the script calls Megatron's ``pretrain``, which loads checkpoints by itself."""
         imports = (
             i for i in self._all(ast.ImportFrom) if f"{i.module}.".startswith("megatron.training.")
         )
@@ -638,14 +656,16 @@ class ScriptLook:
         return any(n.name == "pretrain" and self._calls(n.asname or n.name) for n in names)
 
     def _condition(self, node: ast.AST, within: ast.AST | None = None) -> ast.expr | None:
-        """The innermost condition under which ``node`` is reached.
+        """Find the innermost condition under which a node is executed.
 
         Args:
             node: the node.
-            within: loop at which the search ends; by default it ends at the function.
+            within: loop beyond which conditions are ignored; None: ignore those outside of the
+                node's function.
 
         Returns:
-            None without a condition. An ``if`` whose branches all load is no condition.
+            The condition; None if there is none. An ``if`` does not count if all its branches load
+            a checkpoint.
         """
         while (parent := self._parents.get(node)) is not within and parent is not None:
             if isinstance(parent, _FUNCTIONS):
@@ -661,8 +681,8 @@ class ScriptLook:
     def _always_trains(self, loop: ast.For) -> bool:
         """Whether each iteration of a loop makes a training step.
 
-        A loop that is nested, has no index, or is in a function called by a loop is excluded,
-        because it counts micro-batches or repetitions.
+        False for a loop that is nested, has no index, or is in a function that a loop calls: such a
+        loop counts micro-batches or repetitions.
         """
         around: ast.AST | None = loop
         while around is not None and not isinstance(around, _FUNCTIONS):
@@ -692,7 +712,7 @@ def _text(node: ast.AST) -> str:
 
 
 def _name(node: ast.AST) -> str:
-    """Name of the called function; empty if the node is no call."""
+    """Return the name of the called function; empty if the node is no call."""
     function = getattr(node, "func", None)
     return str(getattr(function, "attr", getattr(function, "id", "")))
 
@@ -714,7 +734,7 @@ def _always_loads(test: ast.If) -> bool:
 
 
 def _counted_from_zero(over: ast.expr) -> ast.Call | None:
-    """Return ``over`` if it is a ``range`` that starts at 0 and ignores the engine's step."""
+    """Return the iterable of a loop if it is a ``range`` from 0 without the engine's step in it."""
     if not (isinstance(over, ast.Call) and _name(over) == "range" and over.args) or _reads_step(
         over
     ):
@@ -727,7 +747,7 @@ def _counted_from_zero(over: ast.expr) -> ast.Call | None:
 
 
 def _skips(loop: ast.For) -> bool:
-    """Whether the loop may skip steps that were made already, or ends when all were made."""
+    """Whether the loop may skip steps that were made before, or end when all have been made."""
     orders = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
     return any(
         isinstance(node, ast.Continue)
@@ -740,8 +760,9 @@ def _reads_step(node: ast.AST) -> bool:
     return any(getattr(part, "attr", None) == "global_steps" for part in ast.walk(node))
 
 
-# -- DeepSpeed's releases: the engines whose checkpoints each can load, and the versions that reft
-# was tested with. docs/support.md prints this table, and the cluster pages must agree with it.
+# -- Releases of DeepSpeed: checkpoints that each of them cannot load, and versions of torch with
+# which reft was tested. docs/support.md contains this table, and the pages on clusters must agree
+# with it.
 
 ZERO1_FP32 = 'ZeRO-1 with "grad_accum_dtype": "fp32"'
 ZERO0 = "ZeRO-0"
@@ -750,14 +771,14 @@ ZERO0_PIPELINE = "ZeRO-0 in a pipeline"
 
 @dataclass(frozen=True)
 class Releases:
-    """DeepSpeed's releases from ``first`` up to the next row's."""
+    """A range of DeepSpeed's releases: from ``first`` up to the ``first`` of the next row."""
 
     first: str
-    # Engines in bf16 whose checkpoints it saves but cannot load; it can load all others
+    # Engines in bf16 whose checkpoints these releases can save but not load; others can be loaded
     unloadable: tuple[str, ...] = ()
-    torch: tuple[str, ...] = ()  # Releases of torch that tests were run with
-    clusters: tuple[str, ...] = ()  # torch and its platform on the cluster pages; not tested
-    patch: str = ""  # File in megatron_patches/ for Megatron-DeepSpeed
+    torch: tuple[str, ...] = ()  # Releases of torch with which tests were run
+    clusters: tuple[str, ...] = ()  # Releases of torch on the pages about clusters; not tested
+    patch: str = ""  # File in megatron_patches/ that Megatron-DeepSpeed needs
 
 
 RELEASES = (
@@ -768,20 +789,23 @@ RELEASES = (
     Releases("0.19.0", (ZERO0_PIPELINE,), ("2.13", "2.15"), patch="4efb479/deepspeed-0.19.patch"),
 )
 END = "0.20"
-"""The first release that is not supported."""
+"""The first release of DeepSpeed that is not supported."""
 
 
 def release(deepspeed: str) -> Releases | None:
-    """The row for a release of DeepSpeed; None if it is not supported."""
+    """Return the row for a release of DeepSpeed; None if the release is not supported."""
     number = _number(deepspeed)
     known = [row for row in RELEASES if _number(row.first) <= number < _number(END)]
     return known[-1] if known else None
 
 
 def unloadable(config: Mapping[str, Any], deepspeed: str) -> str | None:
-    """The configured engine, if this DeepSpeed cannot load its own checkpoints of it.
+    """Return the configured kind of engine if DeepSpeed cannot load its own checkpoints of it.
 
-    Whether the script uses a pipeline is unknown here.
+    Args:
+        config: DeepSpeed's configuration. It does not show whether the script uses a pipeline, so
+            kinds with and without one are considered.
+        deepspeed: DeepSpeed's release.
     """
     bf16 = find_part(config, "bf16") or find_part(config, "bfloat16")
     row = release(deepspeed)
@@ -796,7 +820,7 @@ def unloadable(config: Mapping[str, Any], deepspeed: str) -> str | None:
 
 
 def installed(config: Mapping[str, Any]) -> Finding:
-    # A source tree on PYTHONPATH has no record of its release.
+    # DeepSpeed or torch may be a source tree on PYTHONPATH, which has no record of its release.
     found = (next(iter(distributions(name=name)), None) for name in ("deepspeed", "torch"))
     deepspeed, torch = (one.version if one else "of an unknown release" for one in found)
     row, engine, severity = release(deepspeed), unloadable(config, deepspeed), Severity.WARNING

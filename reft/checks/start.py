@@ -1,7 +1,7 @@
-"""Checks of a job at its start, before anything is restored or copied (P4, P12).
+"""Checks a job at its start, before anything is restored or copied (P4, P12).
 
-The result is one list of findings. Each refuses the start, is a warning, or is a note.
-``reft launch --dry-run`` prints that list and the memory that every node would reserve, and exits.
+The result is a list of findings, each of which is a refusal of the start, a warning or a note.
+``reft launch --dry-run`` prints the list and the memory that every node would reserve, and exits.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from reft.policy.choice import JobFacts, choice_inputs, device_paragraph
 from reft.policy.choose import node_bytes, rank_loads
 from reft.policy.loads import PartitionSurvival
 from reft.state.adam import AdamKind
+from reft.state.adapters import StateAdapter
 
 _NODES_SHOWN = 8
 
@@ -42,14 +43,15 @@ class StartFacts:
 
     Attributes:
         job: inputs for the choice of the protection.
-        record: the protection in force.
-        incarnation: incarnation of this start.
-        restarted: whether this is an automatic restart, perhaps on fewer nodes, which is never
+        record: the active protection.
+        incarnation: number of this start of the job.
+        restarted: whether this is an automatic restart, perhaps on fewer nodes. Restarts are never
             refused.
-        chosen: whether the protection was chosen (``auto``) instead of named by the block.
-        why_unprotected: why the loss of a node is not survived; empty if it is.
-        recipe: recipe by which peers recompute partitions; None if they do not.
-        declared_on_one_host: declared nodes that share a host with another node.
+        chosen: whether reft chose the protection (``auto``), rather than the user.
+        why_unprotected: why the job does not survive the loss of a node; empty if it does.
+        recipe: how peers recompute optimizer partitions; None if they do not.
+        declared_on_one_host: nodes to which the user gave an id, and which share a host with
+            another node.
     """
 
     job: JobFacts
@@ -63,14 +65,14 @@ class StartFacts:
 
 
 def start_findings(start: StartFacts) -> Iterator[Finding]:
-    """Findings at the start, the same on all ranks; refusals come first. Collective."""
+    """Yield the findings at the start, the same ones on all ranks; refusals first. Collective."""
     job, record = start.job, start.record
     config, topology = job.config, job.topology
     several = len(set(topology.failure_domains)) > 1
     meant = config.allow_unprotected or config.variant is Variant.NONE or record.ordered
     meant = meant or (record.scheme == "none" and "tolerance" not in config.model_fields_set)
     shortfall = _shortfall(start)
-    # A first start is refused, because nothing is lost yet. An automatic restart is not refused.
+    # Refuse a first start only: no progress is lost by that. An automatic restart must go on.
     if record.tolerance < config.tolerance and several and not (meant or start.restarted):
         yield Finding(
             Severity.REFUSED,
@@ -94,12 +96,14 @@ def start_findings(start: StartFacts) -> Iterator[Finding]:
 
 
 def _notes(start: StartFacts) -> Iterator[str]:
-    """Notes, which are no errors even if the block is strict."""
+    """Yield notes, which do not prevent a start even if the ``reft`` block is strict."""
     job = start.job
     if job.devices:
         yield device_paragraph(job.devices, job.topology.nodes)
     if job.copies.asynchronous:
         yield describe_untried_device()
+    if frozen := describe_frozen(job):
+        yield frozen
     if short := timeout_is_short(job.config, group_timeout_secs()):
         yield short
     if start.declared_on_one_host:
@@ -112,21 +116,37 @@ def _notes(start: StartFacts) -> Iterator[str]:
         yield shortfall
 
 
+def describe_frozen(job: JobFacts) -> str | None:
+    """What versions cost with frozen weights, as those below adapters; None if there are none."""
+    frozen = job.adapter.frozen_bytes() if isinstance(job.adapter, StateAdapter) else 0
+    if not frozen:
+        return None
+    total = sum(job.adapter.expected_bytes())
+    on_device = job.copies.asynchronous
+    return (
+        f"{_mib(frozen)} of {_mib(total)} on rank {job.control.rank} are frozen weights: every "
+        f"version has them, and from the third one on they are "
+        f"{'not sent again' if on_device else 'neither copied nor sent again'} while they do not "
+        f"change{' (they are still copied from the device, to be compared)' if on_device else ''}"
+    )
+
+
 def explain_inexact(recipe: AdamRecipe, *, seen_exact: bool = True) -> str | None:
-    """A warning if hosts cannot repeat the owner's step bit for bit; None if they can.
+    """Return a warning if hosts cannot repeat an optimizer step bit for bit; None if they can.
 
     Args:
-        recipe: recipe of the optimizer.
-        seen_exact: reft.ExactAdam was tested on every device, and was exact.
+        recipe: how peers recompute the optimizer step.
+        seen_exact: whether reft.ExactAdam was tested on every device and gave the same bits.
     """
     if recipe.exact and (seen_exact or not recipe.on_device):
         return None
     change = (
         'Leave "+aor" out of "protection"'
         if recipe.kind is AdamKind.EXACT
-        else "For partitions that are recomputed to the bit, pass "
-        "optimizer=reft.ExactAdam(model.parameters(), lr=...) to deepspeed.initialize instead of "
-        '"optimizer", and write "zero_allow_untested_optimizer": true'
+        else "For partitions that are recomputed to the bit, write "
+        '"optimizer": {"type": "ExactAdam", "params": {"lr": ...}} and '
+        '"zero_allow_untested_optimizer": true into the DeepSpeed JSON, or pass '
+        "optimizer=reft.ExactAdam(...) to deepspeed.initialize"
     )
     return (
         f'"+aor" saves no traffic here, since every partition is sent after all: the optimizer, '
@@ -136,8 +156,11 @@ def explain_inexact(recipe: AdamRecipe, *, seen_exact: bool = True) -> str | Non
 
 
 def describe_missing(persists: bool) -> str | None:
-    """What is missing in a job that ``reft launch`` did not start (P12); None under ``reft
-    launch``."""
+    """Describe what a job lacks that ``reft launch`` did not start (P12); None if it did.
+
+    Args:
+        persists: whether checkpoints on storage are configured.
+    """
     if ENV_LAUNCHER_PID in os.environ:
         return None
     missing = [
@@ -161,19 +184,19 @@ def describe_missing(persists: bool) -> str | None:
 
 
 def check_orders(control: ControlGroup, orders: Orders, why_equal: str | None) -> None:
-    """Compare the order of samples of all ranks. Collective.
+    """Compare the orders in which all ranks read samples. Collective.
 
-    It is called before the first step, after the script has made its loaders.
+    Called before the first step, when the script has made its loaders.
 
     Args:
-        control: messages between the ranks.
+        control: connections between the ranks.
         orders: the orders in which this rank reads samples.
         why_equal: why all replicas must train on the same number of micro-batches; None if they
             need not.
 
     Raises:
         ConfigError: ranks read the same data in different orders, or in an order that the engine
-            cannot train on. Raised on all ranks.
+            cannot train on. All ranks raise it.
     """
     replies = control.gather_bytes(json.dumps(orders, default=str).encode())
     ranks = [json.loads(reply) for reply in replies]
@@ -182,7 +205,12 @@ def check_orders(control: ControlGroup, orders: Orders, why_equal: str | None) -
 
 
 def timeout_is_short(config: ReftConfig, timeout_secs: float | None) -> str | None:
-    """A warning if collectives time out before hang detection could name the hanging rank."""
+    """Return a warning if collectives time out before hang detection could name the culprit.
+
+    Args:
+        config: the ``reft`` block.
+        timeout_secs: time-out of training's collectives; None if unknown.
+    """
     limit_secs = config.hang_timeout_secs
     if not config.hang_factor or timeout_secs is None or timeout_secs >= limit_secs:
         return None
@@ -196,7 +224,7 @@ def timeout_is_short(config: ReftConfig, timeout_secs: float | None) -> str | No
 
 
 def group_timeout_secs() -> float | None:
-    """Timeout of training's collectives in seconds; None if unknown."""
+    """Return the time-out of training's collectives in seconds; None if unknown."""
     with suppress(AttributeError, RuntimeError, ValueError, TypeError, StopIteration):
         group: Any = torch.distributed.group.WORLD
         device = next(iter(group._device_types))
@@ -205,23 +233,23 @@ def group_timeout_secs() -> float | None:
 
 
 def conditional_loads() -> list[str]:
-    """Loads of the running script that are skipped under a condition."""
+    """Describe calls in the running script that load a checkpoint only under a condition."""
     return [
         f"line {f.line}: {f.found}" for look in _inspect_script() for f in look.conditional_loads()
     ]
 
 
 def describe_fresh_state() -> list[str]:
-    """State that the running script would reset at every restart, by line, with advice.
+    """Describe state that the running script would reset at every restart, by line, with advice.
 
-    This covers loops that count from 0, values read from a client state that is not kept, and state
-    that the script holds itself.
+    This covers loops that count from 0, values from a client state that reft does not have, and
+    state that the script holds outside the engine.
     """
     return [str(finding) for look in _inspect_script() for finding in look.begins_anew()]
 
 
 def merge_findings(findings: Sequence[str]) -> str | None:
-    """Join the findings after the first step into one message; None if there are none."""
+    """Join the findings of the first step into one message; None if there are none."""
     if len(findings) > 1:
         lines = "".join(f"\n- {finding}" for finding in findings)
         return (
@@ -231,13 +259,13 @@ def merge_findings(findings: Sequence[str]) -> str | None:
 
 
 def rates_from_step(key: str) -> str | None:
-    """Describe where the running script writes a value of a parameter group.
+    """Describe where the running script writes a value of an optimizer's parameter group.
 
     Args:
-        key: key of the value in the group.
+        key: key of the value in the group, such as ``lr``.
 
     Returns:
-        The lines as text; empty if unknown, None if every write is derived from
+        The lines as text; empty if unknown; None if every written value is derived from
         engine.global_steps.
     """
     lines = [line for look in _inspect_script() for line in look.group_writes(key)]
@@ -248,7 +276,7 @@ def rates_from_step(key: str) -> str | None:
 
 
 def _inspect_script() -> Iterator[ScriptLook]:
-    """The running script's analysis; empty if the script cannot be read."""
+    """Yield the analysis of the running script; nothing if the script cannot be read."""
     with suppress(OSError, ConfigError):
         if path := getattr(sys.modules.get("__main__"), "__file__", None):
             yield ScriptLook(Path(path).read_bytes(), path)
@@ -257,7 +285,7 @@ def _inspect_script() -> Iterator[ScriptLook]:
 def describe_protection(
     config: ReftConfig, topology: Topology, record: ProtectionRecord, incarnation: int
 ) -> str:
-    """Describe the layout, the tolerance and the places of versions in one line."""
+    """Describe in one line the layout, the tolerance, and where versions are kept how often."""
     storage = config.persist
     nodes = len(set(topology.failure_domains))
     survived = "killed trainers, but no lost node"
@@ -275,7 +303,10 @@ def describe_protection(
 
 
 def describe_untried_device() -> str:
-    """A note that is removed when ``make gpu`` has passed on the platform."""
+    """Return a note that reft has not run on this platform's devices yet.
+
+    To be removed when ``make gpu`` has passed on the platform.
+    """
     platform = "ROCm" if getattr(torch.version, "hip", None) else "CUDA"
     return (
         f"reft has never run on a {platform} device, only on simulated ones. It verifies restored "
@@ -291,7 +322,7 @@ def _interval(adapts: bool, steps: int) -> str:
 
 
 def _shortfall(start: StartFacts) -> str | None:
-    """A message if fewer lost nodes are survived than the block requests, or none at all."""
+    """Return a message if the job survives fewer lost nodes than requested, or none; else None."""
     config, losses = start.job.config, start.record.tolerance
     if losses >= max(config.tolerance, 1):
         return None
@@ -325,8 +356,8 @@ def end_dry_run(start: StartFacts, engine: str) -> NoReturn:
         engine: name of the training engine.
 
     Raises:
-        ConfigError: a node has less memory to spare than the job would reserve (P9).
-        SystemExit: the job would fit.
+        ConfigError: a node has less free memory than the job would reserve (P9).
+        SystemExit: every node has enough memory.
     """
     job, record = start.job, start.record
     config, topology = job.config, job.topology

@@ -128,7 +128,7 @@ class PeerTimeout:
         return time.monotonic() - self._started_at
 
     def left_secs(self) -> float:
-        """Seconds until a sign of life or a report is due."""
+        """Return the seconds until a sign of life or a report is due."""
         due_at = self._report_at if self._sign_at is None else min(self._sign_at, self._report_at)
         return max(0.0, due_at - time.monotonic())
 

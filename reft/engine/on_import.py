@@ -154,6 +154,7 @@ def _initialize(
     client_state: ClientState | None = None,
 ) -> Any:
     config = _config_among(original, args, kwargs)
+    _register_optimizer(config)
     if _has_block(config):
         _prepare()
     mark(ENGINE)
@@ -179,6 +180,18 @@ def _initialize(
         ):
             hook.attach(engine, client_state=client_state)
     return result
+
+
+def _register_optimizer(config: Any) -> None:
+    """Let DeepSpeed find :class:`reft.ExactAdam`, if the configuration names it. DeepSpeed looks in
+    ``torch.optim`` for the names that it does not know."""
+    optimizer = config.get("optimizer") if isinstance(config, Mapping) else None
+    if isinstance(optimizer, Mapping) and optimizer.get("type") == "ExactAdam":
+        import torch
+
+        from reft.optim import ExactAdam
+
+        torch.optim.ExactAdam = ExactAdam  # type: ignore[attr-defined]
 
 
 def _has_block(config: Any) -> bool:

@@ -99,7 +99,7 @@ class Launcher:
         self._scaler: Scaler | None = None
         self._last_round: Agreement | None = None
         self._failed_at: float | None = None  # Unix time at which this round's trainers failed
-        self._round_ended_at: float | None = None  # Unix time
+        self._round_ended_at: float | None = None  # Unix time at which the last round ended
 
     # -- callbacks of the agent --------------------------------------------------------------------
 

@@ -244,14 +244,15 @@ class TrainerFailure:
     local_rank: int
     exit_code: int  # Exit code of the launcher if it does not restart the trainers
     reason: str
-    ended_early: bool = False  # The cause is a rank that ended well before its peers had finished
+    ended_early: bool = False  # Whether a rank ended well before its peers had finished
 
 
 def judge(exits: Mapping[int, WorkerExit]) -> TrainerFailure:
     """Find the trainer that caused the failure.
 
     Args:
-        exits: the trainers of one node that failed by themselves, by local rank; not empty.
+        exits: the failed trainers of one node by local rank, without those that the agent ended
+            because of others; not empty.
     """
     severity = (
         ExitCause.REFUSED,
@@ -454,7 +455,7 @@ def _write_note(note: ExitNote) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Command line of this module; returns the exit code."""
+    """Run this module's command line and return the exit code."""
     if not argv or (argv[0] == "-m" and len(argv) < 2):
         print(
             "usage: python -P -m reft.job.script (script.py | -m module) [ARGS...]",

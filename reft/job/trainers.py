@@ -60,7 +60,7 @@ class Trainers:
         """Start the trainers of a round.
 
         Args:
-            agreement: the round.
+            agreement: what the nodes agreed on for the round.
             group_rank: group rank of this node.
             port: port of the trainers' store on this node.
 
@@ -103,7 +103,7 @@ class Trainers:
     def _environments(
         self, agreement: Agreement, group_rank: int, port: int
     ) -> dict[int, dict[str, str]]:
-        """Environment variables of each trainer, by local rank."""
+        """Return the environment variables of each trainer, by local rank."""
         config: Any = self._options.config
         ranks = deal_ranks(agreement.workers, agreement.rank_stride)[group_rank]
         local_size, world_size = len(ranks), sum(agreement.workers)
@@ -289,7 +289,7 @@ class Trainers:
             self._context.close(signal.SIGKILL, _CLOSE_SECS)
 
     def close(self) -> None:
-        """Remove the exit notes."""
+        """Remove the directory of the exit notes."""
         shutil.rmtree(self._root, ignore_errors=True)
 
 

@@ -117,7 +117,7 @@ class ForkRequest:
     safe_path: bool  # Whether the program is started with -P
 
     def command(self) -> list[str]:
-        """The command line that would start the program without a fork server."""
+        """Return the command line that would start the program without a fork server."""
         flags = []
         if self.unbuffered:
             flags.append("-u")
@@ -127,7 +127,7 @@ class ForkRequest:
 
 
 class ForkError(ReftError, RuntimeError):
-    """No process was forked: the server has ended, or the request is too large."""
+    """Raised if no process was forked: the server has ended, or the request is too large."""
 
 
 # -- the client ------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ _MAX_RUNNING_OUT = 3
 _STALE_STEPS = 10
 _NANOS_PER_SEC = 10**9
 
-_Label = tuple[int, int]  # Incarnation and step
+_Label = tuple[int, int]  # Incarnation and step of a version
 
 
 class StepRate:

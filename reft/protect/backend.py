@@ -11,8 +11,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 from importlib.util import find_spec
 from math import gcd
@@ -24,6 +23,7 @@ import torch
 
 from reft.device import compiled, find_vendor
 from reft.errors import ConfigError
+from reft.kernels import on_stream_of, processors, usable_cupy
 from reft.protect.rs import (
     CELL_BYTES,
     GRAIN_BYTES,
@@ -448,32 +448,6 @@ _BLOCKS_PER_PROCESSOR = 8
 _MOST_SOURCES = 200
 
 
-@cache
-def _usable_cupy() -> Any:
-    try:
-        import cupy
-    except ModuleNotFoundError as e:
-        raise ConfigError(
-            f"found no CuPy ({e}); expected it for the fused device kernels. Install "
-            "reft-ckpt[cuda12], reft-ckpt[cuda13] or reft-ckpt[rocm7], whichever fits the driver, "
-            "or use the torch backend: it makes the same bytes (CuPy has no package for ROCm 6)"
-        ) from e
-    try:
-        devices = cupy.cuda.runtime.getDeviceCount()
-    except cupy.cuda.runtime.CUDARuntimeError as e:
-        raise ConfigError(
-            f"CuPy {cupy.__version__} finds no device ({e}); expected one. Check the driver and "
-            "that the extra (cuda12, cuda13, rocm7) fits it, or use the torch backend"
-        ) from e
-    if not devices:
-        raise ConfigError(
-            f"CuPy {cupy.__version__} finds no device; expected one. Check CUDA_VISIBLE_DEVICES "
-            "(on AMD's "
-            f"devices HIP_VISIBLE_DEVICES and ROCR_VISIBLE_DEVICES), or use the torch backend"
-        )
-    return cupy
-
-
 class CupyBackend(Backend):
     """Backend for ``torch.Tensor`` of dtype uint8 on one CUDA or ROCm device.
 
@@ -484,7 +458,7 @@ class CupyBackend(Backend):
     name = "cupy"
 
     def __init__(self) -> None:
-        self._cupy = _usable_cupy()
+        usable_cupy()
 
     def zeros(self, nbytes: int, like: Buffer) -> Buffer:
         return like.new_zeros(nbytes)
@@ -501,47 +475,21 @@ class CupyBackend(Backend):
                 f"found {len(sources)} sources and {len(targets)} targets; one kernel takes at "
                 f"most {_MOST_SOURCES} buffers: use smaller sharding groups"
             )
-        with self._on_stream_of(targets[0]):
+        with on_stream_of(targets[0]):
             # Pass addresses instead of CuPy arrays: converting tensors by DLPack would run
             # Python code under the GIL for every buffer of every chunk.
             addresses = [buffer.data_ptr() for buffer in (*sources, *targets)]
             width = gcd(16, *addresses)
             items, numbers = find_launch_shape(rows, width, nbytes)
             device = targets[0].device.index
-            grid = min(items, _processors(device) * _BLOCKS_PER_PROCESSOR)
+            grid = min(items, processors(device) * _BLOCKS_PER_PROCESSOR)
             arguments = tuple(map(np.uintp, (*numbers, *addresses)))  # All have 64 bits
             _compiled(rows, width, device)((grid,), (THREADS,), arguments)
-
-    @contextmanager
-    def _on_stream_of(self, buffer: Buffer) -> Iterator[None]:
-        """Make CuPy use the caller's stream, so that no two streams have to be synchronized."""
-        vendor = find_vendor(buffer.device)
-        assert vendor is not None  # CuPy supports only devices with a vendor
-        stream = vendor.module.current_stream(buffer.device)
-        with self._cupy.cuda.Device(buffer.device.index), self._wrapped(stream):
-            yield
-
-    def _wrapped(self, stream: Any) -> Any:
-        """Wrap a torch stream for CuPy, by the stream protocol (since CuPy 14) or by the
-        stream's address."""
-        if hasattr(self._cupy.cuda.Stream, "from_external") and hasattr(stream, "__cuda_stream__"):
-            return self._cupy.cuda.Stream.from_external(stream)
-        return self._cupy.cuda.ExternalStream(stream.cuda_stream)
-
-
-@cache
-def _processors(device: int) -> int:
-    """Return the number of multiprocessors (AMD: compute units).
-
-    ``Device.attributes`` lacks this number on AMD's devices, because CuPy uses the attribute
-    numbers of an old HIP release (CuPy's issue 7676, open in 2026).
-    """
-    return int(_usable_cupy().cuda.runtime.getDeviceProperties(device)["multiProcessorCount"])
 
 
 @cache
 def _compiled(rows: tuple[Row, ...], width: int, device: int) -> Any:
-    return _usable_cupy().RawKernel(kernel_source(rows, width), NAME)
+    return usable_cupy().RawKernel(kernel_source(rows, width), NAME)
 
 
 Bytes = npt.NDArray[np.uint8]

@@ -1,7 +1,7 @@
 """``reft rehearse``: runs a job undisturbed and with a trainer killed, and compares step by step.
 
-- ``record``: records of the trainers, enabled by an environment variable;
+- ``record``: records every step in the trainers, enabled by an environment variable;
 - ``keep``: redirects the script's output files into the rehearsal's directory;
-- ``compare``: pure; finds the first difference between two records;
-- ``run``: runs the job repeatedly, kills, and cleans up.
+- ``compare``: finds the differences between the records of two runs (pure);
+- ``run``: runs the job repeatedly, kills trainers or nodes, and cleans up.
 """

@@ -1,4 +1,4 @@
-"""Compares the records of two runs of a job: the first difference, and advice against it. Pure."""
+"""Finds the differences between the records of two runs of a job, and advice on them. Pure."""
 
 from __future__ import annotations
 
@@ -15,23 +15,24 @@ DATA, GENERATORS, RATES, CLIENT, HOST = (
 )
 LOSS, WEIGHTS, STEPS = "loss", "weights", "steps"
 CAUSES = (STEPS, DATA, GENERATORS, RATES, CLIENT, HOST, LOSS, WEIGHTS)
-"""In this order: of two differences in one step, the earlier one more likely causes the other."""
+"""Kinds of differences, in order: of two differences in one step, the kind that comes earlier here
+is more likely the cause of the other."""
 TRAINED, STATE = "trained", "state"
 
-# By cause and key: a short value, or the digest of a longer one
+# Recorded values by cause (one of CAUSES) and key: the value if it is short, otherwise its digest
 Values = Mapping[str, Mapping[str, str]]
 
 
 @dataclass(frozen=True)
 class ComparedStep:
-    """One rank at one step: the inputs of the step (TRAINED), or the state after it (STATE).
+    """What one rank recorded at one step: its inputs (TRAINED), or the state after it (STATE).
 
-    The state is also recorded when it is restored without having been computed in that life.
+    A state that was restored rather than computed is recorded, too.
     """
 
-    kind: str
+    kind: str  # TRAINED or STATE
     rank: int
-    life: int  # Incarnation of the job: 1 until the first failure
+    life: int  # Number of the job's start: 1 until the first failure
     step: int
     values: Values
 
@@ -40,10 +41,10 @@ class ComparedStep:
 class Difference:
     step: int
     rank: int
-    cause: str  # One of CAUSES
-    key: str
+    cause: str  # Kind of difference, one of CAUSES
+    key: str  # Name of the value that differs
     expected: str | None  # Value in the undisturbed run; None if it has no such value
-    found: str | None
+    found: str | None  # Value in the other run; None if it has no such value
 
     def __str__(self) -> str:
         if self.cause == STEPS:
@@ -64,16 +65,17 @@ def compare(
     *,
     partial: bool = False,
 ) -> list[Difference]:
-    """All differences between two runs, ordered by step and then by cause.
+    """Return all differences between two runs, ordered by step and then by cause.
 
-    A step that was trained twice, or trained and restored, has to be equal each time.
+    If the other run has several records of a step (trained twice, or trained and restored), each
+    has to be equal to the undisturbed run's.
 
     Args:
         expected: records of the undisturbed run.
         found: records of the other run.
-        but: causes and keys that are not compared.
-        partial: whether these are the records of one node of several. A rank may have moved to
-            another node between the runs, so records of only one run are then no difference.
+        but: pairs of cause and key that are not compared.
+        partial: whether these are the records of one node of several. A rank may then have moved to
+            another node between the runs, so a record that only one run has is no difference.
     """
     reference = {(r.kind, r.rank, r.step): r for r in expected}
     missing = set(reference)
@@ -88,7 +90,7 @@ def compare(
             differences.append(Difference(record.step, record.rank, STEPS, what, None, ""))
     for kind, rank, step in missing:
         differences.append(Difference(step, rank, STEPS, f"not {kind}", "", None))
-    # A dict removes duplicates: a step that was repeated may differ in the same way each time.
+    # Remove duplicates: a step that was repeated may differ in the same way each time.
     unique = dict.fromkeys(
         one
         for one in differences
@@ -114,13 +116,13 @@ def _order(difference: Difference) -> tuple[int, int, int, str]:
 def split_unsteady(
     differences: Sequence[Difference],
 ) -> tuple[list[Difference], set[tuple[str, str]]]:
-    """Split the differences of two undisturbed runs.
+    """Separate differences in random generators from others, for two undisturbed runs.
 
     Generators that the script neither seeds nor draws from, such as NumPy's, differ in every
-    process and have no effect. So if nothing else differs, their states are not compared.
+    process and have no effect. So if nothing else differs, their states need not be compared.
 
     Returns:
-        The differences in anything but generators; and cause and key of the generators' states.
+        The differences in anything else; and cause and key of the generator states that differ.
     """
     others = [one for one in differences if one.cause != GENERATORS]
     return others, {(one.cause, one.key) for one in differences if one.cause == GENERATORS}
@@ -166,7 +168,7 @@ _ADVICE[WEIGHTS] = _ADVICE[LOSS]
 
 
 def advise(first: Difference) -> str:
-    """Advice against the first difference after a failure; empty if there is none."""
+    """Return advice on the first difference after a failure; empty if there is no advice."""
     return _ADVICE[first.cause]
 
 
@@ -186,11 +188,11 @@ _UNSTEADY[WEIGHTS] = _UNSTEADY[LOSS]
 
 
 def advise_unsteady(first: Difference) -> str:
-    """Advice if two undisturbed runs differ."""
+    """Return advice on the first difference between two undisturbed runs."""
     return _UNSTEADY[first.cause]
 
 
 def repeated_steps(found: Sequence[ComparedStep]) -> list[int]:
-    """Steps that a rank trained more than once."""
+    """Return the steps that any rank trained more than once."""
     made = Counter((record.rank, record.step) for record in found if record.kind == TRAINED)
     return sorted({step for (_, step), times in made.items() if times > 1})

@@ -1,10 +1,11 @@
-"""Redirects the files that a rehearsed script writes, to protect its own files.
+"""Redirects the files that a rehearsed script writes, so that a rehearsal overwrites no user files.
 
-Checkpoints go below the rehearsal's directory, at their own absolute path: those of ``torch.save``
-and ``engine.save_checkpoint``, of Hugging Face's Trainer (``output_dir``), and of Megatron
-(``--save``). Loads look there first. An audit hook refuses to empty or replace any other existing
-file before that happens. New files of the script stay where the script creates them, and later runs
-may overwrite them.
+Checkpoints are redirected: a file ``/a/b`` is written to ``DIRECTORY/a/b`` in the rehearsal's
+directory. This applies to ``torch.save``, ``engine.save_checkpoint``, Hugging Face's Trainer
+(``output_dir``) and Megatron (``--save``). Loads look in that directory first. If the script is
+about to empty or replace any other existing file, an audit hook raises an error before that
+happens. New files of the script stay where the script creates them, and later runs may overwrite
+them.
 """
 
 from __future__ import annotations
@@ -24,22 +25,23 @@ from reft.errors import ConfigError
 from reft.wrapping import bind, wrap
 
 SAVED = "saved"
-"""Directory of redirected checkpoints, next to those of the runs. All runs share it, because
-programs keep such paths in their state."""
+"""Name of the directory for redirected checkpoints, next to the directories of the runs. All runs
+share it, because programs keep paths of checkpoints in their state."""
 MADE = "made"
-"""File with the paths of files that the script has created, one per line, in the same directory."""
+"""Name of a file next to that directory: it lists the files that the script has created, one path
+per line."""
 _WRITES = os.O_WRONLY | os.O_RDWR
 
 Function = Callable[..., Any]
 
 
 def keep_files(directory: Path, engine: Any, *, overwrites: bool) -> None:
-    """Redirect what this process saves, and refuse to overwrite files.
+    """Redirect the checkpoints that this process saves, and refuse to overwrite other files.
 
     Args:
         directory: directory of this run.
-        engine: DeepSpeed's engine; None for other programs.
-        overwrites: whether the script may overwrite files.
+        engine: DeepSpeed's engine; None for programs without DeepSpeed.
+        overwrites: whether the script may overwrite existing files.
     """
     root = directory.parent / SAVED
     _redirect_functions(root)
@@ -53,13 +55,13 @@ def keep_files(directory: Path, engine: Any, *, overwrites: bool) -> None:
 
 
 def to_save(root: Path, path: str | os.PathLike[str]) -> Path:
-    """The path to write instead of ``path``: below ``root``, unless it already is."""
+    """Return the path to write instead of ``path``: below ``root``, unless it is there already."""
     absolute = Path(os.path.abspath(path))
     return absolute if absolute.is_relative_to(root) else root.joinpath(*absolute.parts[1:])
 
 
 def to_load(root: Path, path: str | os.PathLike[str]) -> Path:
-    """The path to read instead of ``path``: below ``root`` if the rehearsal has written it."""
+    """Return the path to read instead of ``path``: below ``root`` if a run has written it there."""
     absolute = to_save(root, path)
     return absolute if absolute.exists() else Path("/") / absolute.relative_to(root)
 
@@ -72,7 +74,7 @@ def _with_path(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Call ``original`` with a redirected path if the argument ``name`` is a path."""
+    """Call ``original``; if its argument ``name`` is a path, redirect that."""
     call = bind(original, args, kwargs)
     if isinstance(call.get(name), str | os.PathLike):
         path = redirected(root, call[name])
@@ -87,7 +89,7 @@ def _redirect_functions(root: Path) -> None:
 
     wrap(torch, "save", partial(_with_path, root, "f", to_save))
     wrap(torch, "load", partial(_with_path, root, "f", to_load))
-    # Scripts first save under another name, and rename the file when it is complete.
+    # Redirect renames, too: scripts save under a temporary name, and rename the complete file.
     for module, name in ((os, "replace"), (os, "rename"), (shutil, "move")):
         wrap(module, name, partial(_rename, root))
 
@@ -104,7 +106,10 @@ def _rename(root: Path, original: Function, src: Any, dst: Any, *args: Any, **kw
 
 
 def _redirect_programs(root: Path) -> None:
-    """Redirect the Hugging Face Trainer that constructs this engine, and Megatron's arguments."""
+    """Redirect the output directory of a Hugging Face Trainer, and Megatron's ``--save``.
+
+    The Trainer is found on the call stack, because it is just constructing the engine.
+    """
     trainer: Any = sys.modules.get("transformers.trainer")
     if trainer is not None:
         frame: Any = sys._getframe()
@@ -121,7 +126,7 @@ def _redirect_programs(root: Path) -> None:
 
 
 class Guard:
-    """An audit hook that refuses to empty or replace files that the rehearsal has not created."""
+    """An audit hook that raises before a file is emptied or replaced that no run has created."""
 
     def __init__(self, directory: Path) -> None:
         self._made_file = directory / MADE
@@ -168,7 +173,7 @@ class Guard:
             )
 
     def _was_made(self, path: str) -> bool:
-        """Whether this run, another rank, or an earlier run has created the file."""
+        """Whether any rank has created the file, in this run or an earlier one."""
         if path not in self._made and self._made_file.exists():
             self._made = set(self._made_file.read_text().splitlines())
         return path in self._made
@@ -181,7 +186,7 @@ def _is_cache(path: str) -> bool:
 
 
 def _script_line() -> str:
-    """The script's current line for messages: the innermost frame outside of libraries."""
+    """Return the script's current line, for messages: the innermost frame outside of libraries."""
     frames: Iterable[traceback.FrameSummary] = reversed(traceback.extract_stack())
     for frame in frames:
         is_library = "site-packages" in frame.filename or "/reft/" in frame.filename

@@ -1,14 +1,16 @@
-"""Records the steps of a trainer in ``reft rehearse``, as JSON lines in a file of its rank.
+"""Records the steps of a trainer for ``reft rehearse``, as JSON lines in one file per rank.
 
-:func:`attach` is called after a session has been made, if ``REFT_REHEARSE`` names a directory.
-:data:`PLAN` in that directory says how many steps to train and where to die. The trainer writes
-``rank-N.jsonl`` there, with :class:`~reft.rehearse.compare.ComparedStep` and other events:
+If ``REFT_REHEARSE`` names a directory, :func:`attach` is called after reft has been attached to the
+engine. The file :data:`PLAN` in that directory says how many steps to train and when to die. The
+trainer writes ``rank-N.jsonl`` there, with these events:
 
 - ``trained``: digests of a step's batches, and the losses that the engine knows;
-- ``state``: digests of the state after the step, tensor by tensor;
-- ``between``: an evaluation or a save after this step;
+- ``state``: digests of the state after a step, tensor by tensor;
+- ``between``: an evaluation or a save after a step;
 - ``killed``: this rank dies now, or waits for its node to be killed;
-- ``said``: a warning by reft.
+- ``said``: a warning that reft has logged.
+
+The first two become :class:`~reft.rehearse.compare.ComparedStep` objects.
 """
 
 from __future__ import annotations
@@ -67,18 +69,22 @@ _CAUSES = {
     "followed": CLIENT,
     "followed.flags": HOST,
     "buffers": WEIGHTS,
-    # These follow from the loss.
+    # Values that follow from the loss
     "engine._global_grad_norm": LOSS,
     "adapter.scaler": LOSS,
 }
-"""Causes of the parts of the captured state, by prefix of the key; other keys belong to
-:data:`HOST`."""
+"""Kind of difference (cause) to which items of the captured state belong, by prefix of their key;
+other items belong to :data:`HOST`."""
 _NOT_COMPARED = ("data.pass.", "client.args.load")
-"""Prefixes of keys that may differ. The position in a loader of the script's own: after a restart
-another loader may be used, as Hugging Face's Trainer does to skip batches; the batches themselves
-are compared. The directory that reft gives Megatron-DeepSpeed after a restart, so that it loads its
-counters."""
-_COMMIT_SECS = 3.0  # Well below the time after which a trainer counts as hanging
+"""Prefixes of keys of values that may differ, in order:
+
+- The position in a loader that the script itself iterates over. After a restart a different loader
+  may be in use: Hugging Face's Trainer uses one to skip batches. The batches themselves are
+  compared.
+- Megatron-DeepSpeed's argument ``load``, a directory that reft sets after a restart, so that the
+  program loads its counters.
+"""
+_COMMIT_SECS = 3.0  # Longest wait for a commit before a kill; a hanging trainer is noticed later
 _POLL_SECS = 0.01
 _MOST_CHARS = 60
 _MOST_ITEMS = 8
@@ -88,15 +94,17 @@ Where = Literal["step", "evaluation", "save", "boundary"]
 
 @dataclass(frozen=True)
 class RunPlan:
-    """The part of the trainers in one run.
+    """What the trainers have to do in one run.
 
     Attributes:
         steps: number of steps to train.
-        kill_after: step after which a trainer is killed; 0: none.
-        kill_at: point of the kill: in the next step, in the activity after the step, or where the
-            next step begins.
-        kills_node: whether the trainer waits until everything on its node is killed.
-        overwrites: whether the script may overwrite files.
+        kill_after: number of steps, counted from the first one of the run, after which a trainer is
+            killed; 0: none is killed.
+        kill_at: when it is killed after that step: "step": within the next step; "evaluation" or
+            "save": in such an activity; "boundary": where the next step begins.
+        kills_node: whether the trainer waits until everything on its node is killed, rather than
+            kill itself.
+        overwrites: whether the script may overwrite existing files.
     """
 
     steps: int
@@ -121,14 +129,14 @@ def attach(  # noqa: PLR0917 -- the parts of a session
     fence: OptimizerFence,
     stopping: StopController,
 ) -> None:
-    """Record every step of a session from now on.
+    """Record every step of a training engine from now on.
 
     Args:
         context: facts about the job.
-        session: the session; its ``after_step`` is called after every step.
-        memory: provides the incarnation of the job.
-        state: captures the versions.
-        fence: held before the optimizer writes.
+        session: reft's session for the engine; its ``after_step`` is called after every step.
+        memory: provides the number of the job's start (incarnation).
+        state: captures the state of versions.
+        fence: its ``hold`` is called before the optimizer writes the tensors.
         stopping: ends the run after its last step.
     """
     recorder = Recorder(context, memory, stopping, Path(os.environ[ENV_REHEARSE]))
@@ -138,7 +146,7 @@ def attach(  # noqa: PLR0917 -- the parts of a session
 
 
 class Recorder:
-    """Records the steps of one rank, and kills it as planned. Used by the training thread."""
+    """Records the steps of one rank, and kills its process as planned (training thread)."""
 
     def __init__(
         self, context: JobContext, memory: JobMemory, stopping: StopController, directory: Path
@@ -150,9 +158,9 @@ class Recorder:
         self._base_file = directory / f"base-{self._rank}"
         self._batches: list[str] = []  # Digests of the current step's micro-batches
         self._losses: list[str] = []
-        self._began = 0.0  # Begin of the current step in Unix seconds; 0 between steps
-        self._last_step: int | None = None  # Newest step that was written or restored
-        # Step at which the first life began; the steps of the plan are relative to it.
+        self._began = 0.0  # Time in Unix seconds at which the current step began; 0 between steps
+        self._last_step: int | None = None  # Newest step that was recorded or restored
+        # Step at which the run began, before any failure; steps in the plan are counted from it
         self._base: int | None = None
         if self._base_file.exists():
             self._start_from(int(self._base_file.read_text()))
@@ -162,7 +170,7 @@ class Recorder:
     # -- observed events ---------------------------------------------------------------------------
 
     def _watch_engine(self) -> None:
-        """Hook batches, losses, evaluations and saves of an engine, or of Megatron-core chunks."""
+        """Hook batches, losses, evaluations and saves of the engine (or of Megatron-core)."""
         engine: Any = getattr(self._context.engine, "engine", None)
         keep_files(Path(os.environ[ENV_REHEARSE]), engine, overwrites=self._plan.overwrites)
         if engine is None:
@@ -177,8 +185,8 @@ class Recorder:
             wrap(engine, "_aggregate_total_loss", self._aggregate_total_loss)
         else:
             wrap(engine, "forward", self._forward)
-            # Hugging Face's Trainer evaluates the module itself. A compiled module must not compile
-            # the hook.
+            # Hook the module, because Hugging Face's Trainer evaluates it without the engine.
+            # torch.compile must not compile the hook.
             hook = torch.compiler.disable(self._module_forward)  # type: ignore[no-untyped-call]
             engine.module.register_forward_pre_hook(hook)
             wrap(engine, "backward", self._backward)
@@ -210,7 +218,7 @@ class Recorder:
         return original(*args, **kwargs)
 
     def _begin_training(self) -> None:
-        """Begin a step, or a further micro-batch of it."""
+        """Note that a step, or a further micro-batch of a step, begins."""
         step = self._context.engine.global_steps
         if self._last_step is None:
             self._last_step = step
@@ -226,7 +234,7 @@ class Recorder:
         self._stopping.replayed_step = step + self._plan.steps
 
     def _next_batch(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Record a micro-batch, which the first and the last stage of a pipeline load."""
+        """Record a micro-batch; only the first and the last stage of a pipeline load them."""
         batch = original(*args, **kwargs)
         if self._context.engine.engine.module.training:  # type: ignore[attr-defined]  # a pipeline's
             self._batches.append(digest_tensors(batch))
@@ -237,7 +245,7 @@ class Recorder:
         return original(loss, *args, **kwargs)
 
     def _aggregate_total_loss(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Record the loss on which the stages of a pipeline agree."""
+        """Record the loss of a pipeline, which all its stages receive."""
         loss = original(*args, **kwargs)
         self._losses += scalars(loss)
         return loss
@@ -250,12 +258,12 @@ class Recorder:
     # -- writing -----------------------------------------------------------------------------------
 
     def after_step(self, original: Callable[..., Any]) -> Any:
-        """Record the last step; the original call exits if the job ends here."""
+        """Record the last step, before the original ``after_step``, which may end the process."""
         self._write_trained()
         return original()
 
     def _write_trained(self) -> None:
-        """Write the newest step unless it was written before."""
+        """Write the record of the newest step, unless it was written before."""
         step = self._context.engine.global_steps
         if step == self._last_step:
             return
@@ -266,7 +274,7 @@ class Recorder:
         self._batches, self._losses, self._began = [], [], 0.0
 
     def captured(self, label: VersionId, images: LiveImages, encode: Encoded) -> None:
-        """Record the final state with which the next step begins. Called for every version."""
+        """Record the state with which the next step begins. Called for every version."""
         block = encode()
         if isinstance(block, LateBlob):
             block.settle()
@@ -299,18 +307,21 @@ class Recorder:
     # -- the failure -------------------------------------------------------------------------------
 
     def _between(self, what: Where) -> None:
-        """Record that the script evaluates or saves between two steps."""
+        """Record that the script evaluates or saves between two steps; die there if planned."""
         if self._base is not None:
             self.write(BETWEEN, what=what, step=self._context.engine.global_steps)
             self._die_at(what)
 
     def hold(self, original: Callable[[], None]) -> None:
-        """Die, if planned, after the fence has waited for the copies of the step's version."""
+        """Die, if planned, within a step: once its version is copied, before the optimizer step."""
         original()
         self._die_at("step")
 
     def _die_at(self, where: Where) -> None:
-        """Die if the plan says so. The last rank does, which computes the loss in a pipeline."""
+        """Die if the plan says so for this point and step.
+
+        Only the last rank ever dies: in a pipeline, it is one that computes the loss.
+        """
         plan, context = self._plan, self._context
         is_first_life = self._memory.incarnation == 1
         is_last_rank = self._rank == context.topology.degrees.world_size - 1
@@ -320,13 +331,13 @@ class Recorder:
         assert self._base is not None
         if step != self._base + plan.kill_after:
             return
-        # Without a commit, the job would start from scratch. After a kill between steps, the
-        # previous version may be the newest.
+        # Wait for a commit, without which the job would start from scratch. Between two steps, the
+        # version of the last step is not taken yet, so wait for the one before it.
         self._await_commit(step if where == "step" else step - 1)
         memory_dir = str(context.job_dir.path)
         self.write(KILLED, step=step, committed=context.stats.committed_step, memory_dir=memory_dir)
         while plan.kills_node:
-            time.sleep(1.0)  # The command kills all processes of this node
+            time.sleep(1.0)  # `reft rehearse` kills all processes of this node
         os.kill(os.getpid(), signal.SIGKILL)
 
     def _await_commit(self, step: int) -> None:
@@ -336,7 +347,7 @@ class Recorder:
 
 
 class _Warnings(logging.Handler):
-    """Records reft's warnings."""
+    """Records the warnings that reft logs."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__(logging.WARNING)
@@ -347,8 +358,8 @@ class _Warnings(logging.Handler):
 
 
 def find_cause(key: str) -> str:
-    """The category that explains a difference in this item of the captured state."""
-    if ".start." in key:  # A position in the data includes the generators that chose the order
+    """Return the kind of difference (one of CAUSES) for an item of the captured state."""
+    if ".start." in key:  # States of the generators that chose the order of the data
         return GENERATORS
     parts = key.split(".")
     prefixes = (".".join(parts[:count]) for count in (2, 1))
@@ -359,10 +370,10 @@ def find_cause(key: str) -> str:
 
 
 def digest_items(name: str, value: Any) -> Iterator[tuple[str, str]]:
-    """Flatten nested mappings and short lists to dotted names.
+    """Flatten nested mappings and short lists.
 
     Yields:
-        Name and value; long values are replaced by a digest.
+        The dotted name and the value of each item; a long value is replaced by a digest.
     """
     if isinstance(value, Namespace):
         value = vars(value)
@@ -385,7 +396,7 @@ def digest(value: Any) -> str:
 
 
 def digest_image(section: str, image: SectionImage) -> Iterator[tuple[str, str]]:
-    """Yield name and digest of every tensor of a section."""
+    """Yield the name and the digest of every tensor of a section's image."""
     for spec, offset in zip(image.specs, image.offsets, strict=True):
         if spec.nbytes:
             (live,) = image.live(offset, offset + spec.nbytes)
@@ -393,7 +404,7 @@ def digest_image(section: str, image: SectionImage) -> Iterator[tuple[str, str]]
 
 
 def digest_tensors(value: Any) -> str:
-    """One digest of all tensors in nested containers, with their shapes and dtypes."""
+    """Return one digest over all tensors in nested containers, with their shapes and dtypes."""
     found = [[str(t.dtype), list(t.shape), t.detach().cpu()] for t in find_tensors(value)]
     return f"#{checksum(codec.encode(found)):016x}"
 
@@ -409,5 +420,5 @@ def find_tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def scalars(loss: Any) -> list[str]:
-    """The numbers in a loss, exactly; empty if it has no tensor with a single element."""
+    """Return the exact values of all one-element tensors in a loss."""
     return [repr(t.item()) for t in find_tensors(loss) if t.numel() == 1]

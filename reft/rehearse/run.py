@@ -1,4 +1,4 @@
-"""Runs a job undisturbed twice and then with a trainer or node killed, compares, and cleans up."""
+"""Runs a job twice undisturbed and twice with a trainer or node killed, compares, and cleans up."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ from reft.rehearse.record import BETWEEN, KILLED, SAID, RunPlan, Where
 
 EQUAL, DIFFERENT, UNSTEADY = 0, 1, 3
 _POLL_SECS = 0.05
-_END_SECS = 20.0  # After the failure of one launcher, time for the others to end
+_END_SECS = 20.0  # Time for the other launchers to end after one has failed
 _LOG_LINES = 25
 _MOST_DIFFERENCES = 50
-_RESTARTS = 2  # Restarts of a killed run: the one after the kill, and one more
+_RESTARTS = 2  # Allowed restarts of a killed run: the one after the kill, and one more
 _BLOCK = {
     "persist": {},
     "profile": {},
@@ -47,7 +47,7 @@ _BLOCK = {
     "max_lost_steps": None,
     "allow_unprotected": True,
 }
-"""Settings of a rehearsal in the block: a version of every step, and nothing on storage."""
+"""Keys that replace those of the job's ``reft`` block: a version of every step, none on storage."""
 
 _ADVICE = re.compile(r"\b[Ww]rite\b")
 _PREFIX = re.compile(r"^reft \[[^]]*\] ")
@@ -58,16 +58,17 @@ Say = Callable[[str], None]
 class Rehearsal:
     """The job to rehearse, and how to rehearse it."""
 
-    launch: tuple[str, ...]  # Options of ``reft launch``
+    launch: tuple[str, ...]  # Options for ``reft launch``
     program: tuple[str, ...]  # The script and its arguments
     job_id: str  # Name of the rehearsal's memory
-    memory_parent: Path  # Directory in which its memory directory is created
-    steps: int = 12
-    kill_after: int = 5
-    kills_node: bool = False
-    overwrites: bool = False
-    nodes: int = 0  # Nodes to start on this machine; 0: this is one of several nodes of a cluster
-    directory: Path | None = None  # Keeps records, logs and checkpoints; None: they are removed
+    memory_parent: Path  # Directory in which the rehearsal's memory directory is created
+    steps: int = 12  # Number of steps to train
+    kill_after: int = 5  # Number of steps after which a trainer is killed
+    kills_node: bool = False  # Whether everything on a node is killed instead
+    overwrites: bool = False  # Whether the script may overwrite existing files
+    nodes: int = 0  # Nodes to start on this machine; 0: this machine is one node of a cluster
+    # Directory in which records, logs and checkpoints are kept; None: they are removed at the end
+    directory: Path | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.kill_after < self.steps:
@@ -89,8 +90,8 @@ class RehearsalRun:
 
     name: str
     plan: RunPlan
-    codes: list[int] = field(default_factory=list)  # Exit codes of its launchers
-    events: list[dict[str, Any]] = field(default_factory=list)
+    codes: list[int] = field(default_factory=list)  # Exit codes of the run's launchers
+    events: list[dict[str, Any]] = field(default_factory=list)  # What trainers have recorded
     log: str = ""
     secs: float = 0.0
 
@@ -104,9 +105,10 @@ class RehearsalRun:
         ]
         if not self.plan.kill_after or not records:
             return records
-        # Ranks that outlive the killed one may capture a state when they end, which is no version.
+        # Leave out states that are newer than the kill: ranks that outlive the killed one may
+        # capture a state when they end, but no version is taken of it.
         last = min(r.step for r in records) - 1 + self.plan.kill_after
-        last -= self.plan.kill_at != "step"  # Killed before the version of the step was taken
+        last -= self.plan.kill_at != "step"  # The kill came before the step's version was taken
         return [r for r in records if r.kind == TRAINED or r.life > 1 or r.step <= last]
 
     def of_kind(self, kind: str) -> list[dict[str, Any]]:
@@ -118,22 +120,22 @@ class RehearsalRun:
 
     @property
     def back_secs(self) -> float | None:
-        """Seconds from the kill to the begin of the next step; None if there was none."""
+        """Seconds from the kill to the beginning of the next step; None if none began."""
         killed = self.of_kind(KILLED)
         began = [event["began"] for event in self.of_kind(TRAINED) if event["life"] > 1]
         return min(began) - killed[0]["time"] if killed and began else None
 
 
 def rehearse(what: Rehearsal, progress: Say, say: Say) -> dict[str, Any]:
-    """Run, kill, compare.
+    """Run the job undisturbed and with kills, and compare the runs.
 
     Args:
         what: the rehearsal.
-        progress: called several times a second with the current run and step.
-        say: called with a line when a run begins or ends.
+        progress: called several times a second with a text on the current run and step.
+        say: called with a line of text when a run begins.
 
     Returns:
-        The report as JSON; ``exit_code`` is EQUAL, DIFFERENT or UNSTEADY.
+        The report, an object for JSON; ``exit_code`` is EQUAL, DIFFERENT or UNSTEADY.
 
     Raises:
         ConfigError: the job cannot be rehearsed: it fails undisturbed, or no step was recorded.
@@ -147,7 +149,7 @@ def rehearse(what: Rehearsal, progress: Say, say: Say) -> dict[str, Any]:
         what.memory_parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         memory = Path(tempfile.mkdtemp(prefix="rehearse-", dir=what.memory_parent))
         stack.callback(shutil.rmtree, memory, ignore_errors=True)
-        # Launchers that are killed leave files in their temporary directory.
+        # Give launchers a temporary directory that is removed: killed ones leave files there.
         environment = {"TMPDIR": str(temporary), ENV_PROFILE: json.dumps(_BLOCK)}
         return _Runs(
             what,
@@ -160,7 +162,7 @@ def rehearse(what: Rehearsal, progress: Say, say: Say) -> dict[str, Any]:
 
 
 class _Runs:
-    """All runs of one rehearsal, one after the other in the same directories."""
+    """All runs of one rehearsal, one after another in the same directories."""
 
     def __init__(
         self,
@@ -192,7 +194,7 @@ class _Runs:
         if unsteady:
             code = UNSTEADY
         made = self._directory / MADE
-        # Warnings that contain advice; the other logged lines concern only the run.
+        # Report only warnings that contain advice; others concern only this run.
         said = (
             _PREFIX.sub("", e["text"]) for e in first.of_kind(SAID) if _ADVICE.search(e["text"])
         )
@@ -217,7 +219,18 @@ class _Runs:
     def _kills(
         self, first: RehearsalRun, undisturbed: RunPlan, base: int, made: int
     ) -> Iterable[tuple[str, RunPlan]]:
-        """Plan the killed runs: the first dies within a step, the second between two steps."""
+        """Plan the killed runs: in the first, a trainer dies within a step, in the second between
+        two steps.
+
+        Args:
+            first: the first undisturbed run.
+            undisturbed: plan of the undisturbed runs.
+            base: step at which the job began.
+            made: number of steps that the undisturbed run made.
+
+        Yields:
+            Name and plan of each run.
+        """
         what = self._what
         if made <= what.kill_after:
             raise ConfigError(
@@ -226,7 +239,7 @@ class _Runs:
             )
         plan = replace(undisturbed, kill_after=what.kill_after, kills_node=what.kills_node)
         yield f"killed-after-{what.kill_after}", plan
-        # If the script evaluates or saves between two steps, a failure there reveals more.
+        # Prefer a kill while the script evaluates or saves between two steps: it reveals more.
         pauses: list[tuple[int, Where]] = [
             (event["step"] - base, event["what"]) for event in first.of_kind(BETWEEN)
         ]
@@ -239,7 +252,7 @@ class _Runs:
         yield f"killed-in-{where}-after-{step}", replace(plan, kill_after=step, kill_at=where)
 
     def _run(self, name: str, plan: RunPlan) -> RehearsalRun:
-        """Run the job once. Raises ConfigError if it fails without any disturbance."""
+        """Run the job once; raise ConfigError if it fails although nothing is killed."""
         self._number += 1
         records = self._directory / name
         for path in (records, self._directory / SAVED):
@@ -292,14 +305,20 @@ class _Runs:
 def _judge(
     undisturbed: RehearsalRun, run: RehearsalRun, differences: Sequence[Difference]
 ) -> dict[str, Any]:
-    """Judge one killed run."""
+    """Make the report on one killed run.
+
+    Args:
+        undisturbed: the first undisturbed run.
+        run: the killed run.
+        differences: differences between both.
+    """
     killed = run.of_kind(KILLED)
     resumed = min((r.step for r in run.records if r.kind == TRAINED and r.life > 1), default=None)
     failed = ""
     if any(run.codes):
         codes = ", ".join(map(str, run.codes))
         failed = f"the job did not continue to its end (exit code {codes}):\n{_read_end(run.log)}"
-    elif resumed is None and not killed:  # On a cluster, another node may have the killed trainer
+    elif resumed is None and not killed:  # On a cluster, the killed trainer may be on another node
         failed = "the kill did not happen"
     elif resumed == min(r.step for r in undisturbed.records if r.kind == TRAINED):
         failed = "the job was not resumed: it made its first step again"
@@ -329,14 +348,14 @@ def _read_end(log: str) -> str:
 
 
 class Reader:
-    """Reads the lines that the trainers of a run append to their files."""
+    """Reads the events that the trainers of a run append to their files."""
 
     def __init__(self, records: Path) -> None:
         self._records = records
         self._offsets = Counter[Path]()
 
     def read(self) -> list[dict[str, Any]]:
-        """Read the complete lines since the last call, in the order of their times."""
+        """Return the events that were written since the last call, in the order of their times."""
         found: list[dict[str, Any]] = []
         for path in self._records.glob("rank-*.jsonl"):
             with path.open("rb") as file:
@@ -377,7 +396,7 @@ class _Job:
         shutil.rmtree(self._memory, ignore_errors=True)
         self._memory.mkdir(mode=0o700)
         if self._what.nodes > 1:
-            # The store is in this process, so a SIGKILL leaves no store behind.
+            # Serve the store in this process, so that even a SIGKILL leaves no store behind.
             store = stack.enter_context(closing(RendezvousServer("127.0.0.1", 0)))
             self._meeting += ["--rdzv-endpoint", store.endpoint, "--local-addr", "127.0.0.1"]
         for number in range(max(1, self._what.nodes)):
@@ -392,7 +411,11 @@ class _Job:
         self._current[name] = self._nodes.start(name, memory, log, words, what.program)
 
     def replace_lost(self, killed: Sequence[dict[str, Any]]) -> None:
-        """Kill the node of a waiting trainer once, and start another node in its place."""
+        """Kill the node of a trainer that waits for that, once, and start another in its place.
+
+        Args:
+            killed: the events of kind KILLED so far.
+        """
         if not self._what.kills_node or not killed or len(self._nodes.started) > len(self._current):
             return
         name = self._node_of(killed[0])
@@ -400,7 +423,7 @@ class _Job:
         self._start_node(name)
 
     def _node_of(self, killed: dict[str, Any]) -> str:
-        """Find the node of a trainer by its memory directory."""
+        """Return the node on which a killed trainer runs, found by its memory directory."""
         lost = Path(killed["memory_dir"])
         return next(
             name for name, node in self._current.items() if lost.is_relative_to(node.memory_dir)

@@ -280,6 +280,7 @@ def plan_replica(
     moves = [
         ElementMove(replace(at, dp=own), name, 0, numel, name, 0)
         for name, numel in new.whole.items()
+        if numel
     ]
     for part, tensor, target in new.located():
         was, source, start = stored[part.name]

@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 import torch
 
+from reft import kernels, optim
 from reft.protect import backend as backend_module
 from reft.protect.backend import CupyBackend, NumpyBackend
 from reft.protect.rs import CELL_BYTES, GRAIN_BYTES, Row, parity_rows
-from tests.device.simulated import NAME, Simulated
-from tests.protect.backends import compile_for_host
+from tests.device.simulated import NAME, Simulated, SimulatedVendor
+from tests.protect.backends import compile_adam_for_host, compile_for_host
+from tests.test_optim import COUNT, exact, numbers, same_bits, weights
 
 ROWS: dict[str, tuple[Row, ...]] = {"xor": ((1, 1, 1),), "rs": parity_rows(2, 3)}
 
@@ -34,6 +36,9 @@ class SimulatedCupy:
         )
 
     def RawKernel(self, source: str, name: str) -> Any:  # noqa: N802
+        if name == optim.KERNEL_NAME:
+            return self._adam_kernel(source)
+
         def launch(grid: tuple[int], block: tuple[int], arguments: tuple[Any, ...]) -> None:
             assert all(type(value) is np.uintp for value in arguments)
             words, *addresses = map(int, arguments)
@@ -45,16 +50,30 @@ class SimulatedCupy:
 
         return launch
 
+    def _adam_kernel(self, source: str) -> Any:
+        kernel = compile_adam_for_host(source)
+
+        def launch(grid: tuple[int], block: tuple[int], arguments: tuple[Any, ...]) -> None:
+            pointers = [ctypes.c_void_p(int(address)) for address in arguments[:4]]
+            count = ctypes.c_ulonglong(int(arguments[4]))
+            assert all(type(value) is np.float32 for value in arguments[5:])
+            scalars = [ctypes.c_float(float(value)) for value in arguments[5:]]
+            self._sim.launch(lambda: kernel(*grid, *block, *pointers, count, *scalars))
+
+        return launch
+
 
 @pytest.fixture
 def cupy(sim: Simulated, monkeypatch: pytest.MonkeyPatch) -> Iterator[CupyBackend]:
     stand_in = SimulatedCupy(sim)
-    monkeypatch.setattr(backend_module, "_usable_cupy", lambda: stand_in)
-    monkeypatch.setattr(CupyBackend, "_wrapped", lambda self, stream: nullcontext())
-    for cached in (backend_module._compiled, backend_module._processors):
+    for module in (backend_module, kernels, optim):
+        monkeypatch.setattr(module, "usable_cupy", lambda: stand_in)
+    monkeypatch.setattr(kernels, "wrap_stream", lambda stream: nullcontext())
+    caches = (backend_module._compiled, kernels.processors, optim._kernel, optim.is_fused)
+    for cached in caches:
         cached.cache_clear()
     yield CupyBackend()
-    for cached in (backend_module._compiled, backend_module._processors):
+    for cached in caches:
         cached.cache_clear()
 
 
@@ -77,3 +96,34 @@ def test_a_kernel_gets_the_addresses_of_its_buffers(
     cupy.combine(rows, sources, targets)
     for target, data in zip(targets, expected, strict=True):
         np.testing.assert_array_equal(target.cpu().numpy(), data)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("decoupled", [True, False], ids=["AdamW", "Adam"])
+def test_the_fused_step_of_exact_adam_has_the_bits_of_the_host(
+    cupy: CupyBackend, monkeypatch: pytest.MonkeyPatch, decoupled: bool
+) -> None:
+    monkeypatch.setattr(optim, "find_spec", lambda name: name)
+    monkeypatch.setattr(SimulatedVendor, "has_cupy", True)
+    assert optim.is_fused(torch.device(NAME))
+    parameters = [torch.nn.Parameter(weights().to(place)) for place in ("cpu", NAME)]
+    optimizers = [exact([p], decoupled_weight_decay=decoupled) for p in parameters]
+    with monkeypatch.context() as patch:
+        patch.setattr(optim, "slices", _refuse_devices(optim.slices))
+        for step in range(1, 6):
+            for parameter, optimizer in zip(parameters, optimizers, strict=True):
+                parameter.grad = numbers(step, COUNT).to(parameter.device)
+                optimizer.step()
+    states = [
+        [p.detach().cpu(), *(o.state[p][name].cpu() for name in ("exp_avg", "exp_avg_sq"))]
+        for p, o in zip(parameters, optimizers, strict=True)
+    ]
+    assert same_bits(states[1], states[0])
+
+
+def _refuse_devices(original: Any) -> Any:
+    def slices(*tensors: torch.Tensor) -> Any:
+        assert tensors[0].device.type == "cpu", "the device took the single operations"
+        return original(*tensors)
+
+    return slices

@@ -78,10 +78,9 @@ if GRADIENTS_ARE_NOT_AVERAGED:
 USUAL = next(iter(CASES.values()), {})
 EXACT = "reft.ExactAdam"
 EXACT_ADAM = {
-    "client": lambda groups: reft.ExactAdam(groups, lr=1e-2),
+    "optimizer": {"type": "ExactAdam", "params": {"lr": 1e-2}},
     "zero_allow_untested_optimizer": True,
 }
-"""What DeepSpeed calls with the parameter groups."""
 RECOMPUTE = "reft.aor.recompute"  # the logger of what is recomputed
 
 
@@ -99,13 +98,8 @@ def make(case: dict[str, Any], block: dict[str, Any] | None) -> Any:
         config["reft"] = block
     # Groups hold the parameters that are on the device: moving them may make others.
     model = Mlp(16, 33).to(deepspeed.accelerator.get_accelerator().current_device_name())
-    client = config.pop("client", None)
-    if client is not None:
-        del config["optimizer"]
     initialize = deepspeed.initialize if block is None else reft.initialize
-    engine = initialize(
-        model=model, optimizer=client, model_parameters=groups(model), config=config
-    )[0]
+    engine = initialize(model=model, model_parameters=groups(model), config=config)[0]
     return step_without_autograd(engine)
 
 
@@ -531,7 +525,8 @@ def test_a_device_that_rounds_differently_is_said_at_the_start_with_what_to_writ
     said = explain_inexact(adam)
     assert said is not None
     assert "every partition is sent after all" in said
-    assert "optimizer=reft.ExactAdam(model.parameters(), lr=...)" in said
+    assert '"optimizer": {"type": "ExactAdam"' in said
+    assert "optimizer=reft.ExactAdam(...)" in said
     assert '"zero_allow_untested_optimizer": true' in said
     assert explain_inexact(replace(adam, on_device=False)) is None
     exact = replace(adam, kind=AdamKind.EXACT)

@@ -86,9 +86,32 @@ def compile_for_host(source_text: str, count: int) -> Any:
         f"  for (blockIdx.x = 0; blockIdx.x < grid; blockIdx.x++)\n"
         f"    for (threadIdx.x = 0; threadIdx.x < block; threadIdx.x++) {NAME}(m, n, {names});\n}}\n"
     )
+    return _compile(_SHIM + source_text + driver)
+
+
+@cache
+def compile_adam_for_host(source_text: str) -> Any:
+    """Compile the fused kernel of ExactAdam for the host.
+
+    Returns:
+        ``run(grid, block, p, g, m, v, n, *scalars)``, which runs every block and thread in turn.
+    """
+    scalars = [f"s{i}" for i in range(9)]
+    driver = (
+        'extern "C" void run(unsigned grid, unsigned block, float* p, float* g, float* m, float* v,'
+        f" Count n, {', '.join(f'float {s}' for s in scalars)}) {{\n"
+        f"  gridDim.x = grid; blockDim.x = block;\n"
+        f"  for (blockIdx.x = 0; blockIdx.x < grid; blockIdx.x++)\n"
+        f"    for (threadIdx.x = 0; threadIdx.x < block; threadIdx.x++)\n"
+        f"      reft_exact_adam(p, g, m, v, n, {', '.join(scalars)});\n}}\n"
+    )
+    return _compile("#include <math.h>\n" + _SHIM + source_text + driver)
+
+
+def _compile(text: str) -> Any:
     with TemporaryDirectory(prefix="reft-kernel-") as folder:
         source, library = Path(folder, "kernel.cpp"), Path(folder, "kernel.so")
-        source.write_text(_SHIM + source_text + driver)
+        source.write_text(text)
         command = ["g++", "-O0", "-shared", "-fPIC", "-Wall", "-Werror", source, "-o", library]
         subprocess.run(command, check=True)
         # What is mapped stays usable when the file is gone.

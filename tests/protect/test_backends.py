@@ -13,12 +13,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from reft.errors import ConfigError
+from reft.kernels import usable_cupy
 from reft.protect.backend import (
     ChunkedBackend,
     CupyBackend,
     TorchBackend,
     _tried,
-    _usable_cupy,
     backend_for,
     combine_ragged,
 )
@@ -215,7 +215,7 @@ def test_p6_a_cupy_that_cannot_be_imported_leaves_parities_to_torch_and_is_named
     (tmp_path / "cupy.py").write_text(f"raise {error.__name__}('libcudart.so.12: cannot open')")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "cupy", raising=False)
-    _usable_cupy.cache_clear()
+    usable_cupy.cache_clear()
     buffer = OnDevice(104)
     monkeypatch.delitem(_tried, buffer.device, raising=False)
     assert [backend_for(buffer).name for _ in range(2)] == ["torch"] * 2

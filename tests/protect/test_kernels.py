@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 import reft
+from reft.optim import KERNEL, KERNEL_NAME
 from reft.protect.backend import NAME, THREADS, TorchBackend, backend_for, kernel_source
 from reft.protect.rs import Row, parity_rows
 from tests.protect.test_backends import OnDevice
@@ -134,6 +135,23 @@ def test_hip_divides_takes_roots_and_keeps_denormals_as_exact_adam_needs(tmp_pat
         assert ".amdhsa_float_denorm_mode_32 3" in kernel, "denormals are flushed"
 
 
+@pytest.mark.process
+def test_hip_contracts_nothing_in_the_fused_step_of_exact_adam(tmp_path: Path) -> None:
+    """A quotient and a root take fused operations to be rounded correctly; each product of the step is one of its own."""
+    command = compiler()
+    source, assembly = tmp_path / "adam.hip", tmp_path / "adam.s"
+    source.write_text(f"#include <hip/hip_runtime.h>\n{KERNEL}")
+    subprocess.run([*command, *FLAGS, "-o", assembly, source], check=True)
+    text = assembly.read_text()
+    assert len(re.findall(r"v_(?:pk_)?mul_f32", text)) >= 8
+    assert "v_div_fixup_f32" in text, "an approximate quotient"
+    assert ".amdhsa_float_denorm_mode_32 3" in text, "denormals are flushed"
+    source.write_text(source.read_text().replace("#pragma clang fp contract(off)", ""))
+    subprocess.run([*command, *FLAGS, "-o", assembly, source], check=True)
+    contracted = r"v_(?:pk_)?fma(?:c|k|ak|mk)?_f32"
+    assert len(re.findall(contracted, assembly.read_text())) > len(re.findall(contracted, text))
+
+
 @cache
 def nvrtc(major: int) -> ctypes.CDLL:
     """NVIDIA's compiler for kernels that are made while a program runs: the one that CuPy calls."""
@@ -167,6 +185,18 @@ def test_all_kernels_compile_for_nvidias_devices(major: int, architecture: str) 
         ptx = ptx_of(kernel_source(rows, width), major, architecture)
         assert f".target {architecture}" in ptx
         assert f".entry {NAME}(" in ptx
+
+
+@pytest.mark.parametrize(("major", "architecture"), NVRTC)
+def test_nvidias_compiler_contracts_nothing_in_the_fused_step_of_exact_adam(
+    major: int, architecture: str
+) -> None:
+    ptx = ptx_of(KERNEL, major, architecture)
+    assert f".entry {KERNEL_NAME}(" in ptx
+    assert not re.findall(r"\bfma\.", ptx)
+    assert not re.findall(r"\bmul\.f32|\badd\.f32|\.ftz|\.approx", ptx), "may be contracted later"
+    for operation in ("mul.rn.f32", "add.rn.f32", "sub.rn.f32", "div.rn.f32", "sqrt.rn.f32"):
+        assert operation in ptx
 
 
 def test_p6_where_cuda_13_refuses_a_v100_the_message_names_the_extra_that_takes_it(

@@ -133,6 +133,11 @@ def test_parameters_that_are_cut_one_by_one_change_their_sub_groups(old: int) ->
         check_cover(SubGroups(lengths, size), Resize(old, new))
 
 
+def test_a_tensor_without_elements_needs_none() -> None:
+    empty = RankImages({"model.empty": 0}, {})
+    assert plan_replica(empty, empty, Resize(2, 3), AT) == ()
+
+
 def parts(name: str, size: int, numel: int) -> RankImages:
     return RankImages({}, {"master.0.0": (Part(name, size, numel),)})
 

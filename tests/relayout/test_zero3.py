@@ -14,7 +14,6 @@ from torch import nn
 
 import reft
 from reft.engine.attach import find_session
-from reft.relayout.layouts import describe_layouts
 from reft.state.adapters import adapter_for
 from tests.engine import test_resizing as resizing
 from tests.engine.ranks import be_a_rank, mse, run_life
@@ -197,17 +196,21 @@ def differing(one: dict[str, Any], other: dict[str, Any], known: list[str] | Non
     return found
 
 
-def live(root: Path, case: str, life: dict[str, Any]) -> dict[str, Any]:
+def protected(root: Path, case: str, life: dict[str, Any]) -> Any:
     torch.manual_seed(100 + RANK)
-    block = resizing.block(root, case) | {"tolerance": life["tolerance"]}
+    block = resizing.block(root, case)
     if life["disk"]:
         block["persist"] = {"dir": str(root / case / "persisted")}
     engine = make(case, reft=block)
     reft.attach(engine)
+    return engine
+
+
+def live(root: Path, case: str, life: dict[str, Any]) -> dict[str, Any]:
+    engine = protected(root, case, life)
     path, _ = engine.load_checkpoint(str(root / "none"))
     out: dict[str, Any] = {"path": path, "begins": engine.global_steps}
     sub_groups = [len(group) for group in engine.optimizer.fp16_groups]
-    layouts = describe_layouts(engine, adapter_for(engine))
     before = root / f"{case}-{life['until'] - STEPS}.pt"
     if before.exists():
         saved = torch.load(before, weights_only=False)
@@ -226,11 +229,29 @@ def live(root: Path, case: str, life: dict[str, Any]) -> dict[str, Any]:
     if before.exists():
         compared = reference(root, case, life)
         out |= {"losses": losses, "wanted": compared["losses"], "differs": differing(end, compared)}
-    return out | {"sub_groups": sub_groups, "layouts": layouts}
+    return out | {"sub_groups": sub_groups}
+
+
+def save(root: Path, life: dict[str, Any]) -> dict[str, Any]:
+    """DeepSpeed's files, saved and then loaded at another degree."""
+    engine = protected(root, "bf16", life)
+    if life["saves"]:
+        engine.load_checkpoint(str(root / "none"))
+        train(engine, 1)
+        engine.save_checkpoint(str(root / "files"))
+        return {}
+    before = whole(engine)
+    with pytest.raises(reft.LayoutError) as refused:
+        engine.load_checkpoint(str(root / "files"))
+    after = whole(engine)
+    same = all(torch.equal(before[n][k], after[n][k]) for n in before for k in ("weight",))
+    return {"refused": str(refused.value), "same": same}
 
 
 def main(root: Path) -> dict[str, Any]:
     life = json.loads((root / "life.json").read_text())
+    if "saves" in life:
+        return save(root, life)
     return {case: live(root, case, life) for case in life["cases"]}
 
 
@@ -238,8 +259,9 @@ def goes_on(root: Path, replicas: tuple[int, ...], *cases: str, disk: bool = Fal
     before: list[dict[str, Any]] = []
     for number, world_size in enumerate(replicas, 1):
         until = number * STEPS
-        life = {"until": until, "tag": "", "cases": cases, "disk": disk, "tolerance": 0}
-        ranks = run_life(Path(__file__), root, world_size, **life)
+        ranks = run_life(
+            Path(__file__), root, world_size, until=until, tag="", cases=cases, disk=disk
+        )
         for case in cases:
             if disk:
                 folders = sorted((root / case).glob(f"memory*-{until}/{case}"))
@@ -248,7 +270,6 @@ def goes_on(root: Path, replicas: tuple[int, ...], *cases: str, disk: bool = Fal
                 assert ("persisted" if disk else f"memory:{case}/") in rank["path"]
                 assert rank["begins"] == until - STEPS
                 assert rank["restored"] == [], case
-                assert "DeepSpeed's files of it at their own degree alone" in rank["layouts"]
                 assert rank["known"] == ["late"], case
                 assert len(rank["losses"]) == STEPS, case
                 assert rank["losses"] == rank["wanted"], case
@@ -278,9 +299,18 @@ def test_p1_p3_so_it_does_from_storage(tmp_path: Path) -> None:
     goes_on(tmp_path, (2, 3), "bf16", disk=True)
 
 
+@pytest.mark.integration
+def test_p7_deepspeeds_files_of_another_degree_are_refused_by_name(tmp_path: Path) -> None:
+    for replicas in (2, 1):
+        life = {"until": replicas, "tag": "", "disk": True, "saves": replicas == 2}
+        ranks = run_life(Path(__file__), tmp_path, replicas, **life)
+    assert "DeepSpeed's files of it at their own degree alone" in ranks[0]["refused"]
+    assert ranks[0]["same"], "nothing was written"
+
+
 @pytest.mark.nightly
 def test_p1_p3_secondary_partitions_are_made_again(tmp_path: Path) -> None:
-    goes_on(tmp_path, (6, 2), "bf16-secondary")
+    goes_on(tmp_path, (2, 6), "bf16-secondary")
 
 
 if __name__ == "__main__":

@@ -274,7 +274,7 @@ class Scaler:
         if not ranks:
             return
         self._rendezvous.submit(LeaveNotified(ranks, len(nodes)))
-        if self._rendezvous.state.leaving:  # Else the round has ended meanwhile
+        if self._rendezvous.state.leaving:  # Otherwise the round has ended meanwhile
             logger.warning("asked to leave: %s", ", ".join(nodes[rank] for rank in ranks))
 
     def _answer_when_done(self, agreement: Agreement) -> None:

@@ -48,7 +48,10 @@ COST_PART = 0.05
 _ASSUMED_BYTES_PER_SEC = 1e9
 _ASSUMED = " (assumed; the cluster file may say storage_bytes_per_sec)"
 HOST_ADAM = 1e8  # Parameters per second of reft.ExactAdam on one core, measured on x86-64
-IN_VAIN = f'"{AOR}" gains nothing on a GPU: {SENT_AFTER_ALL}; leave it out'
+IN_VAIN = (
+    f'"{AOR}" gains nothing on a GPU: {SENT_AFTER_ALL}; leave it out, or use reft.ExactAdam '
+    '("optimizer": {"type": "ExactAdam"})'
+)
 
 
 def make_plan(
@@ -84,9 +87,7 @@ def make_plan(
         pace = measured_pace(profile, training, share)
     recomputed = block.recompute and training.zero_1
     if block.recompute:
-        notes.append(
-            IN_VAIN if recomputed else f'nothing is partitioned: "{AOR}" has nothing to do'
-        )
+        notes.append(_explain_recompute(job, is_partitioned=recomputed))
     choice = choose(
         ChoiceInputs(
             job.topology,
@@ -94,7 +95,7 @@ def make_plan(
             arenas=block.arena_count,
             block_bytes=block.block_bytes,
             memory_bytes=dict.fromkeys(job.topology.nodes, memory_bytes),
-            exact=False,  # A host cannot recompute a GPU's optimizer step bit for bit
+            exact=job.is_exact,  # Other optimizers round differently on GPUs
             rates=LinkRates(
                 cluster.copy_bytes_per_sec, cluster.network_share_bytes_per_sec, HOST_ADAM, 1
             ),
@@ -238,6 +239,15 @@ def _problems(job: PlannedJob, choice: Choice, planned: Alternative) -> list[tup
         text = f"model, optimizer and gradients exceed the {device:.0f} GiB of a device"
         found.append((text, "raise --pp or --tp"))
     return found
+
+
+def _explain_recompute(job: PlannedJob, *, is_partitioned: bool) -> str:
+    """Return a note on what "+aor" does for a job."""
+    if not is_partitioned:
+        return f'nothing is partitioned: "{AOR}" has nothing to do'
+    if job.is_exact:
+        return f'"{AOR}": peers recompute ExactAdam\'s partitions to the bit; not tried on a GPU'
+    return IN_VAIN
 
 
 def _explain_offload(offloaded_bytes: int, left_bytes: int, choice: Choice) -> str:
@@ -410,7 +420,8 @@ def estimated_pace(training: Training) -> WindowPace:
     rate = training.machine.copy_bytes_per_sec
     forward_secs = max(training.forward_secs)
     pipeline = AnalyticEstimator(
-        training.stages, training.micro_batches, forward_secs, 2 * forward_secs
+        *(training.stages, training.micro_batches, forward_secs),
+        (1 + training.trained_share) * forward_secs,
     )
     reduced_secs = pipeline.step_secs + max(training.reduce_secs)
     separate = training.machine.link_slowdown(rate) == 1.0
