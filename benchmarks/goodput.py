@@ -32,6 +32,7 @@ import os
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -40,7 +41,7 @@ from typing import Any
 
 from common import parser, progress, scratch
 from job_events import EventReader
-from local_cluster import KillKind
+from local_cluster import KillKind, LocalClusterError
 from mttr import job_facts, trainer_arguments
 from mttr_jobs import Job
 from results import run_lines
@@ -204,19 +205,24 @@ def fail(job: Job, failure: Failure) -> float:
         The time of the kill.
     """
     cluster = job.cluster
-    training: list[int] = []
+    killed: list[float] = []
 
-    def trains() -> bool:
-        training[:] = [index for index in sorted(cluster.current) if cluster.trainers(index)]
-        return bool(training)
+    def kill() -> bool:
+        training = [index for index in sorted(cluster.current) if cluster.trainers(index)]
+        if not training:
+            return False
+        victim = training[failure.victim % len(training)]
+        # Its trainer may have ended meanwhile; then another one is looked for.
+        with suppress(LocalClusterError):
+            killed.append(time.time())
+            cluster.kill_node(victim, _KINDS[failure.kind])
+            if failure.kind == "node":
+                cluster.start_node(victim)
+            return True
+        return False
 
-    cluster.wait_until(trains, _TRAINER_SECS, "a trainer to fail")
-    victim = training[failure.victim % len(training)]
-    killed_at = time.time()
-    cluster.kill_node(victim, _KINDS[failure.kind])
-    if failure.kind == "node":
-        cluster.start_node(victim)
-    return killed_at
+    cluster.wait_until(kill, _TRAINER_SECS, "a trainer to fail")
+    return killed[-1]
 
 
 def train_until(job: Job, deadline: float) -> list[float]:
