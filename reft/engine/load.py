@@ -64,8 +64,10 @@ class Restorer:
     a state; the job  a newer checkpoint; if     that checkpoint: the job     DeepSpeed's load,
     does not train    there is none, no change   goes back                    but never over the
                                                                               job's own state
-    the job trains    the newest on storage:     that checkpoint: the job     DeepSpeed's load
-                      the job goes back          goes back
+    the job trains    the newest in the given    that checkpoint: the job     DeepSpeed's load
+                      directory, or else on      goes back
+                      storage: the job goes
+                      back
     ================  =========================  ===========================  ====================
 
     Args:
@@ -222,7 +224,10 @@ class Restorer:
         """Load an older state into a running job, for example one from before a loss spike."""
         if call.tag is None:
             found = self._checkpoints.disk.find(call.directory)
-            if (resumed := self._load_first_sound(call, found.checkpoints)) is not None:
+            # A running job that names a directory means a checkpoint there, such as a Trainer's
+            # best one, even if storage has a newer version.
+            named = [c for c in found.checkpoints if c.directory == call.directory]
+            if (resumed := self._load_first_sound(call, named or found.checkpoints)) is not None:
                 return resumed
             if refused := self._checkpoints.disk.refused(found):
                 raise UnrecoverableError(nothing_sound(refused))
