@@ -1,7 +1,7 @@
 """Message authentication codes, and keys derived from a secret (P11).
 
-Both are computed by keyed BLAKE2b. Its ``person`` parameter separates purposes: a code made for one
-purpose is never valid for another.
+Codes and keys are computed by keyed BLAKE2b. Its ``person`` parameter separates purposes: a code
+made for one purpose is never valid for another.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ def derive_key(secret: bytes, purpose: bytes, context: bytes) -> bytes:
 
 
 def purpose_key(secret: bytes, purpose: str) -> bytes:
-    """Derive the key for one kind of server, so that a proof for one kind is useless for others."""
+    """Derive the key for one kind of server, so that a proof for one kind of server is useless for
+    the others."""
     return derive_key(secret, b"reft-door", purpose.encode())
 
 

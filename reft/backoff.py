@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class Backoff:
-    """Computes the pause after a failure: twice as long after every further one, up to a limit.
+    """Computes the pause after a failure: twice as long after every further failure, up to a limit.
 
     It does not wait: the caller pauses, or skips a number of versions. (The library tenacity would
     call a function repeatedly.)

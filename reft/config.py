@@ -64,8 +64,8 @@ class PersistConfig(ConfigBlock):
     keep: int = Field(2, ge=1)
     """newest persisted checkpoints to keep"""
     export_at_end: Path | None = None
-    """directory to which the newest version is exported as DeepSpeed's files when training ends, by
-    itself or on request; as 'reft persist' does"""
+    """when training finishes or is asked to stop, export the newest version to this directory in
+    DeepSpeed's checkpoint format, as 'reft persist' does"""
     timeout_secs: float = Field(600.0, gt=0)
     """give up a checkpoint when a peer's part has been missing for this long"""
 
@@ -102,7 +102,8 @@ class PersistConfig(ConfigBlock):
         return self
 
 
-# Suffix of a protection: ring peers recompute ZeRO partitions (asynchronous optimizer recomputing)
+# Suffix of a protection's name. With it, ring peers recompute each other's ZeRO partitions instead
+# of receiving copies (asynchronous optimizer recomputing, AOR)
 AOR = "+aor"
 
 
@@ -135,7 +136,8 @@ class Variant(StrEnum):
     The others exist as baselines for measurements:
 
     - HOST: a thread copies at once, whatever the device does.
-    - HOST_DEVICE: device copies are queued at once, whatever the schedule; on a CPU as HOST.
+    - HOST_DEVICE: device copies are queued at once, whatever the schedule; on a CPU the same as
+      HOST.
     - BLOCKING: training waits for the copy.
     - INTER_NODE: the whole version is also sent to a peer (as Gemini does).
     - NONE: no versions are taken.
@@ -166,7 +168,7 @@ class FaultConfig(ConfigBlock):
 
 
 class HasConfig(ConfigBlock):
-    """How copies are fitted into the idle time of the pipeline."""
+    """When versions may be copied: limits for copies in and outside of the pipeline's idle time."""
 
     windows: Literal["profiled", "analytic", "paper"] = "profiled"
     """where idle times come from: measured in the running job, the formulas of 1F1B, or Algorithm 1
@@ -191,7 +193,7 @@ class HasConfig(ConfigBlock):
 
 
 class ProfileConfig(ConfigBlock):
-    """Measures where the devices of a running job wait; the result is for people and tools."""
+    """Settings of the profiler, which measures where the devices of a running job wait."""
 
     steps: int = Field(0, ge=0, description="number of steps to profile once; 0 turns it off")
     warmup_steps: int = Field(5, ge=0, description="steps to skip before")
@@ -214,7 +216,7 @@ class MetricsConfig(ConfigBlock):
 
 
 class VerifyConfig(ConfigBlock):
-    """What is looked at before a version is committed."""
+    """Which checks a version must pass before it is committed."""
 
     peers: Literal["off", "rotate", "full"] = "rotate"
     """compare what must be equal on all data-parallel peers: 'rotate': 1/61 of the state per
@@ -229,7 +231,7 @@ class VerifyConfig(ConfigBlock):
 
 
 class ElasticConfig(ConfigBlock):
-    """What launchers change about the nodes of a running job by themselves."""
+    """How launchers may change a running job's set of nodes without being asked."""
 
     wait_secs: float | None = Field(None, gt=0)
     """with --nnodes MIN:MAX, how long the remaining nodes wait for a replacement before they go on
@@ -237,7 +239,7 @@ class ElasticConfig(ConfigBlock):
 
 
 class ReftConfig(ConfigBlock):
-    """The ``reft`` block."""
+    """Settings of reft: the ``reft`` block of the DeepSpeed configuration."""
 
     enabled: bool = Field(False, description="switch reft on")
     preset: Literal["short", "middle", "long"] | None = None
@@ -594,7 +596,7 @@ than protection costs, one of days keeps a copy, and one of weeks is also writte
 
 
 def _apply_preset(block: dict[str, Any]) -> None:
-    """Add the settings of ``preset`` to a block, as far as they are not given."""
+    """Add the settings of the block's ``preset`` for all keys that the block does not set."""
     name = block.get("preset")
     for key, value in PRESETS.get(name, {}).items() if isinstance(name, str) else ():
         given = block.get(key, {})
@@ -610,7 +612,8 @@ def _explain_errors(error: ValidationError) -> str:
     for item in error.errors():
         loc, message = item["loc"], item["msg"].removeprefix("Value error, ")
         last = str(loc[-1]) if loc else ""
-        # A key that takes a number or "auto" gives two errors: merge them into the second one.
+        # For a key that takes a number or "auto", pydantic reports two errors: merge them into the
+        # second one.
         if last == "int" or last.startswith("constrained-"):
             other_kind = message.partition(",")[0]
             continue
@@ -655,7 +658,8 @@ _UNITS = {"_bytes": "bytes", "_secs": "seconds", "_steps": "optimizer steps"}
 
 
 def explain(model: type[BaseModel] = ReftConfig, prefix: str = "") -> Iterator[KeyDoc]:
-    """Yield every key of the ``reft`` block with type, default, unit and meaning, as defined."""
+    """Yield every key of the ``reft`` block with type, default, unit and meaning, in the order of
+    definition."""
     for name, field in model.model_fields.items():
         key = prefix + name
         if name in NESTED:

@@ -1,9 +1,9 @@
 """Access to devices: one class for each vendor. No other module depends on vendors.
 
 Torch's modules for its device types (``torch.cuda``, ``torch.xpu``) have a common interface for
-streams, events, free memory and random state; callers use that by :attr:`Vendor.module`. What only
-the driver offers is a method here. To support another vendor, add a class to :data:`VENDORS` that
-passes ``tests/device/test_vendors.py``.
+streams, events, free memory and random state; callers use this interface by :attr:`Vendor.module`.
+Functions that only the driver offers are methods of :class:`Vendor`. To support another vendor, add
+a class to :data:`VENDORS` that passes ``tests/device/test_vendors.py``.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Vendor(ABC):
         """Make the calling thread use the device.
 
         A graph capture that another thread is making is not disturbed. The thread stays on the
-        device: a new thread starts on device 0, and switching back to that would create a context
-        of a few hundred MB there for every rank of the node.
+        device: a new thread starts on device 0, and switching back to device 0 would create a
+        context of a few hundred MB there for every rank of the node.
         """
 
     @abstractmethod
@@ -190,7 +190,7 @@ class Cuda(Vendor):
             raise RuntimeError(refused[0])
 
 
-VENDORS: dict[str, Vendor] = {Cuda.type: Cuda()}  # By torch's device type
+VENDORS: dict[str, Vendor] = {Cuda.type: Cuda()}  # Supported vendors, by torch's device type
 
 
 def find_vendor(device: torch.device) -> Vendor | None:

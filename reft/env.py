@@ -18,17 +18,17 @@ used for ``--rdzv-backend etcd-v3``."""
 ENV_ETCD_PASSWORD = "REFT_ETCD_PASSWORD"
 """Password of etcd's user. The launcher removes it from its environment, so that trainers do not
 inherit it."""
-ENV_ETCD_PASSWORD_FILE = "REFT_ETCD_PASSWORD_FILE"  # A file with that password
+ENV_ETCD_PASSWORD_FILE = "REFT_ETCD_PASSWORD_FILE"  # File with the password of etcd's user
 # A file with the certificate authorities of etcd's members
 ENV_ETCD_CACERT = "REFT_ETCD_CACERT"
 ENV_ETCD_CERT = "REFT_ETCD_CERT"  # A file with the launcher's certificate, if etcd requires one
-ENV_ETCD_KEY = "REFT_ETCD_KEY"  # A file with the key of that certificate
+ENV_ETCD_KEY = "REFT_ETCD_KEY"  # File with the launcher's private key
 ENV_ROUND = "REFT_ROUND"  # Number of the rendezvous round that started the trainers
 ENV_INCARNATION = "REFT_INCARNATION"
 """Number of this start of the job (incarnation), on which the launchers have agreed; greater than
 those of all earlier starts."""
 ENV_NODES = "REFT_NODES"  # MIN:MAX of the launcher's ``--nnodes``
-ENV_LAUNCHER_PID = "REFT_LAUNCHER_PID"  # Id of the process with which this node's trainers end
+ENV_LAUNCHER_PID = "REFT_LAUNCHER_PID"  # Id of a process; when it ends, the trainers end
 # Directory in which trainers of one round record why they end (`reft.job.script.ExitNote`)
 ENV_EXIT_DIR = "REFT_EXIT_DIR"
 ENV_EVENTS = "REFT_EVENTS"  # Directory for the files of `reft.log.EventLog`

@@ -12,7 +12,7 @@ class ConfigError(ReftError, ValueError):
 
 
 class JobInUseError(ConfigError):
-    """A live job holds the memory directory; the message says which, and since when."""
+    """A live job holds the memory directory; the message says which job, and since when."""
 
 
 class LayoutError(ReftError, RuntimeError):
@@ -105,7 +105,7 @@ class FencedError(PersistError):
 
     Args:
         message: the message.
-        newest: number (incarnation) of that start; 0 if unknown.
+        newest: number (incarnation) of the newer start; 0 if unknown.
     """
 
     def __init__(self, message: str, newest: int = 0) -> None:

@@ -60,8 +60,8 @@ class Topology:
         degrees: parallel degrees.
         coordinates: coordinate of each global rank; every coordinate occurs exactly once.
         nodes: node id of each global rank; ranks of the same node share a memory directory.
-        hosts: failure domain of each global rank: its host, or its node if the user gave that an
-            id. Empty if every node is a failure domain.
+        hosts: failure domain of each global rank: its host, or its node if the user gave the node
+            an id. Empty if every node is a failure domain.
     """
 
     degrees: Degrees
@@ -274,7 +274,7 @@ def given_up(labels: Iterable[VersionId]) -> dict[VersionId, VersionId]:
     A version is abandoned if a later start (incarnation) has a version whose step is not higher.
 
     Returns:
-        For each abandoned version, such a version of the later start.
+        For each abandoned version, a version of the later start whose step is not higher.
     """
     line: list[VersionId] = []
     passed: dict[VersionId, VersionId] = {}

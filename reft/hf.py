@@ -138,7 +138,7 @@ class Scheduler(HostState):
 
 
 def followers(trainer: Any, engine: Any) -> Iterator[HostState]:
-    """Yield what captures and restores the further state of a Trainer that has an engine."""
+    """Yield the objects that capture and restore a Trainer's state outside of its engine."""
     from torch.optim.lr_scheduler import LRScheduler
 
     yield Callbacks(trainer)
@@ -224,7 +224,7 @@ class Resumption:
         return result
 
     def run_pass(self, original: Any, *args: Any, **kwargs: Any) -> None:
-        """Wrap the Trainer's method for one epoch; skip what comes before the restored step."""
+        """Wrap the Trainer's method for one epoch; skip the batches before the restored step."""
         bound = inspect.signature(original).bind(*args, **kwargs).arguments
         if self._step is not None:
             trainer = self._trainer

@@ -35,7 +35,7 @@ class _Place:
         return f"reft [{inside}]" if inside else "reft:"
 
 
-_PLACE = _Place()  # What the prefix says about this process (a trainer, a launcher or a daemon)
+_PLACE = _Place()  # Job, role and step in the prefix of this process's lines
 
 
 def set_place(job: str, who: str, step: int | None = None) -> None:

@@ -62,7 +62,7 @@ def own_name(program: str, arguments: Sequence[str], *, module: bool = False) ->
 
 
 def find_process_name() -> str:
-    """Derive a job's name for the running Python process, as :func:`own_name`, from its command."""
+    """Derive a job's name from the command of the running Python process, by :func:`own_name`."""
     program, module = own_program()
     command = sys.orig_argv[1:]
     behind = 0
@@ -86,8 +86,8 @@ def make_run_name(environ: Mapping[str, str]) -> str | None:
     """Derive a job's name from the launcher's run id in a trainer's environment.
 
     Returns:
-        None if the run id does not identify the job: ``torchrun`` uses "none" if no id was given,
-        and with ``--standalone`` a new random id for every start.
+        The name; None if the run id does not identify the job: ``torchrun`` uses "none" if no id
+        was given, and with ``--standalone`` a new random id for every start.
     """
     run_id = environ.get("TORCHELASTIC_RUN_ID")
     single_node = environ.get("GROUP_WORLD_SIZE", "1") == "1"

@@ -3,9 +3,9 @@
 It is needed where hosts recompute the optimizer steps of their peers (AOR) and the peers train on a
 GPU: a GPU's fused Adam contracts multiplications and additions, so a host that repeats its step
 gets different last bits. :class:`ExactAdam` uses only operations that IEEE 754 rounds correctly
-(add, subtract, multiply, divide, square root). Each is a kernel of its own over fp32 tensors, so
-that no compiler can contract two of them. With ``t`` the number of the step and RN() one rounding
-to fp32:
+(add, subtract, multiply, divide, square root). Each operation is a separate kernel over fp32
+tensors, so that no compiler can contract two of them. With ``t`` the number of the step and RN()
+one rounding to fp32:
 
     AdamW       p = RN(p · RN(1 - lr·wd))                                          where wd is not 0
     Adam        g = RN(RN(p · RN(wd)) + g)                                         instead
@@ -245,7 +245,7 @@ extern "C" __global__ void __launch_bounds__(256) reft_exact_adam(
 
 @cache
 def is_fused(device: torch.device) -> bool:
-    """Whether the fused kernel works on a device, with the bits of :func:`_update`.
+    """Whether the fused kernel works on a device, and gives the same bits as :func:`_update`.
 
     The first call for a device compiles the kernel and tries it. Logs a warning if CuPy is
     installed but the kernel does not work.

@@ -47,7 +47,7 @@ def write_refusal(error: BaseException) -> None:
 def write_error_file(error: BaseException) -> None:
     """Write TorchElastic's error file, unless torch's decorator ``@record`` has written it.
 
-    torchrun prints the traceback in that file; if there is none, the message.
+    torchrun prints the traceback in the file or, if the file has none, the message.
     """
     path = os.environ.get(ENV_ERROR_FILE)
     if not path or os.path.exists(path):
@@ -74,12 +74,13 @@ class _Hook:
             return
         write_refusal(error)
         write_error_file(error)
-        # SystemExit, so that Python runs the exit handlers and then exits with this code.
+        # Raise SystemExit, so that Python runs the exit handlers and then exits with this code.
         raise SystemExit(EX_REFUSED)
 
 
 def end_in_words() -> None:
-    """Let an uncaught refusal end this process with its message and exit code 2, no traceback.
+    """Let an uncaught refusal end this process with its message and exit code 2, without a
+    traceback.
 
     Further calls have no effect.
     """
