@@ -89,7 +89,7 @@ def save_with_host_state(
         try:
             encode(stored)
         except UnsupportedStateError:
-            stored = None  # Not encodable; DeepSpeed's own file holds it
+            stored = None  # Cannot be encoded; DeepSpeed's own file holds these values
         host_state = {**state.host_state(stored), SAVED_BY: memory.describe_save(step)}
         directory = Path(call["save_dir"]) / name
         write_host_file(host_file(directory, context.coordinate), host_state)
@@ -107,7 +107,7 @@ class Program(Protocol):
     """The training program that created an engine, such as Megatron's.
 
     Attributes:
-        data_is_bound: reason why the program would read other data with another data-parallel
+        data_is_bound: reason why the program would read different data at a different data-parallel
             degree, and what to change; "" if it would read the same.
     """
 
@@ -410,7 +410,8 @@ class EngineWrappers:
         return result
 
     def _train(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call ``engine.train()`` or ``engine.eval()``, and tell the data position of it."""
+        """Call ``engine.train()`` or ``engine.eval()``, and notify the data position, which must
+        tell training reads from evaluation reads."""
         result = original(*args, **kwargs)
         self._data.mode_set()
         return result

@@ -37,13 +37,13 @@ Encoded = Callable[[], bytes | bytearray]
 """Function that returns the encoded host state. It is called on the worker thread; the parts
 that training may change were encoded before."""
 Capture = Callable[[dict[str, Any] | None], Encoded]
-"""Captures the current host state. The argument replaces the random states in it; None keeps the
-current ones."""
+"""Captures the current host state. The argument is the random states to store instead of the
+current ones; None stores the current ones."""
 
 
 @dataclass
 class _Candidate:
-    """Host state as it was before a pass over a loader was read from.
+    """Host state as it was before the script read from a pass over a loader.
 
     Attributes:
         read: the pass over the loader; None while the pass is starting.
@@ -55,7 +55,8 @@ class _Candidate:
 
 
 class StepBoundary:
-    """Keeps the candidates of one engine between two steps. Used by the training thread.
+    """Keeps the candidates (host states captured before reads) of one engine between two steps.
+    Used by the training thread.
 
     Args:
         capture: captures the host state of the engine.
@@ -76,7 +77,7 @@ class StepBoundary:
             random_states,
             repeats_draws,
         )
-        # True between two steps if a version is due when the next one begins
+        # True between two steps if a version is due when the next step begins
         self._open = False
         self._is_marked = False  # Whether the script has marked where the next step begins
         self._candidates: list[_Candidate] = []
@@ -85,7 +86,8 @@ class StepBoundary:
         self._rng: dict[str, Any] | None = None
 
     def step_ended(self, *, is_due: bool = True) -> None:
-        """Begin to collect candidates, since the optimizer step has ended.
+        """Begin to collect candidates (host states before reads), since the optimizer step has
+        ended.
 
         Args:
             is_due: True if a version is taken when the next step begins. If False, no candidates
@@ -119,7 +121,8 @@ class StepBoundary:
         Args:
             read: the pass over the loader that the batch is read in.
         """
-        # An evaluation costs one capture, not one for each of its batches.
+        # Capture once in each pass, so that an evaluation costs one capture, not one for each
+        # batch.
         seen = [*(candidate.read for candidate in self._candidates), *self._evaluated]
         if self._open and not self._is_marked and all(one is not read for one in seen):
             self._candidates.append(_Candidate(read, self._encoded()))
@@ -163,7 +166,7 @@ class StepBoundary:
         try:
             return self._capture(None)
         except Exception as error:
-            # Reading data must not fail because of this (P6). The capture is repeated when the
+            # An error here must not make reading data fail (P6). The capture is repeated when the
             # step begins, and a failure is logged then.
             logger.debug("the host state cannot be taken aside: %s", error)
             return None

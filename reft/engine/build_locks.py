@@ -18,8 +18,8 @@ from reft.env import ENV_EXTENSIONS, ENV_LAUNCHER_PID
 
 _LOCKS = ("*/lock", "*/*/lock")
 """Patterns of lock files below torch's folder of compiled operators. An operator's folder is
-directly in it if the environment variable names that folder, otherwise one level deeper, in a
-folder for the Python version and the device."""
+directly below if TORCH_EXTENSIONS_DIR names torch's folder, otherwise one level deeper, in a folder
+for the Python version and the device."""
 
 _logged: set[tuple[Path, float]] = set()
 

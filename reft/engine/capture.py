@@ -86,7 +86,7 @@ class EngineState:
         """Names of the tensors that the script or a step writes while a version is copied; in
         their place the images contain copies that are made at each step boundary."""
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        # In a strict job, a version that no checkpoint could be written from is not taken.
+        # A strict job takes no version from which a checkpoint could not be written.
         self._blob = HostBlob(strict=context.config.strict)
         self._failures: set[type[Exception]] = set()
 
@@ -139,7 +139,7 @@ class EngineState:
             )
 
     def host_state(self, client_state: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Return the host state of a version: all of it that is not in the engine's tensors."""
+        """Return the host state of a version: all state that is not in the engine's tensors."""
         return {**self._engine.capture(client_state), "followed": self.followed.capture()}
 
     def _random_states(self) -> dict[str, Any]:
@@ -201,8 +201,8 @@ class EngineState:
         return sections
 
     def _captured(self, step: int) -> dict[str, Any]:
-        """Return data of the last step by feature: gradients, for peers that recompute the step
-        (AOR).
+        """Return what features have captured of the last step, by feature: the gradients, for peers
+        that recompute the step (AOR).
         """
         taken = self.gradients.take(step) if self.gradients is not None else None
         if self.gradients is None or taken is None:

@@ -117,7 +117,7 @@ def read_argument_facts(arguments: Sequence[str]) -> dict[str, Fact]:
     """Return those arguments of a script that may change its numerical results, as facts
     ``arguments.NAME``.
 
-    The words of an option's name decide:
+    The words of an option's name decide whether the argument counts, and is returned:
 
     - an option about saving, evaluation, logs and the like never counts;
     - an option that names the learning rate, its schedule, batches, data or the model always

@@ -126,10 +126,10 @@ class HostStates:
         self._followers = {follower.name: follower for follower in followers}
         self._accepted = frozenset(accepted)
         self._saved: dict[str, Any] | None = None
-        """Host state that was restored last, which captures return unchanged until training
-        continues; None from then on."""
+        """Host state of the last restore. Captures return it unchanged until training continues;
+        then None."""
         self._is_due = False
-        """True until the second restore, at the first step, is done."""
+        """True from a load until its state has been restored the second time, at the first step."""
 
     def __contains__(self, name: str) -> bool:
         return name in self._followers

@@ -81,8 +81,8 @@ class Identity:
             setting.
         why_one_size: reason why the job cannot continue with the same results at another
             data-parallel degree; "" if it can.
-        is_one_size: True if that reason forbids another number of nodes, instead of only
-            changing the results.
+        is_one_size: True if the reason in ``why_one_size`` forbids another number of nodes, False
+            if another number would only change the results.
     """
 
     fingerprint: Fingerprint

@@ -164,9 +164,9 @@ def agree_on_incarnation(config: ReftConfig, job_dir: JobDir, control: ControlGr
     """Agree on the incarnation, the number of this start: one more than any node or the storage
     has recorded (P7). Collective.
 
-    The incarnation equals the number on which the launchers agreed when they started the
-    trainers, unless storage has recorded a later one. From here on, older starts of the job
-    cannot write to storage.
+    The incarnation equals the number on which the launchers agreed when they started the trainers,
+    unless storage has recorded a later one. After this call, older starts of the job cannot write
+    to storage.
 
     Raises:
         FencedError: another start of the job has claimed the storage with the same number.

@@ -99,8 +99,8 @@ class Restorer:
         return self._resumed is not None
 
     def begin_step(self) -> None:
-        """Called when a training step begins. In the first step, fix the state that the job
-        starts from: the one loaded so far."""
+        """Called when a training step begins. At the first step, settle which state the job starts
+        from: whatever has been loaded by then."""
         if not self._trains and not self._session.started:
             self._start_at_first_step()
         self._trains = True
@@ -224,8 +224,8 @@ class Restorer:
         """Load an older state into a running job, for example one from before a loss spike."""
         if call.tag is None:
             found = self._checkpoints.disk.find(call.directory)
-            # A running job that names a directory means a checkpoint there, such as a Trainer's
-            # best one, even if storage has a newer version.
+            # If a running job names a directory, it wants a checkpoint from there, such as a
+            # Trainer's best one, even if storage has a newer version.
             named = [c for c in found.checkpoints if c.directory == call.directory]
             if (resumed := self._load_first_sound(call, named or found.checkpoints)) is not None:
                 return resumed

@@ -117,7 +117,7 @@ class CheckpointLoader:
 
         Returns:
             The checkpoint, and the path and client state for the script. If reft finds no
-            checkpoint, the first is None and DeepSpeed has handled the call.
+            checkpoint, the first result is None and DeepSpeed has handled the call.
 
         Raises:
             PersistError: the checkpoint is damaged.

@@ -119,7 +119,7 @@ class Target:
         from reft.relayout.restore import Relayout
 
         source = ArenaSource(hosts, was, self._version)
-        # Otherwise versions of other layouts are not surveyed
+        # Only engines that can change layouts survey versions of other layouts
         assert engine.resizing is not None
         relayout = Relayout(context.control, context.topology, engine.resizing, source)
         self.state = relayout.prepare()

@@ -41,9 +41,9 @@ class PostImportFinder(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname != self.name:
             return None
-        # importlib.util.find_spec() would call this finder again. Wait until the module is
-        # executed: a search for it is not an import (transformers searches for DeepSpeed long
-        # before importing it).
+        # Search without this finder: importlib.util.find_spec() would call it again. Wait until the
+        # module is executed, because a search for a module is not an import (transformers searches
+        # for DeepSpeed long before it imports it).
         others = [finder for finder in sys.meta_path if finder is not self]
         found = (finder.find_spec(fullname, path, target) for finder in others)
         spec = next((spec for spec in found if spec is not None), None)
@@ -64,8 +64,8 @@ class PostImportFinder(MetaPathFinder):
 
 
 def hook_imports() -> None:
-    """Run :func:`install` as soon as DeepSpeed is imported, or now if that has happened. If
-    ``REFT_CONFIG`` names a ``reft`` block, also install the integrations into their programs."""
+    """Run :func:`install` as soon as DeepSpeed is imported, or at once if it is imported already.
+    If ``REFT_CONFIG`` names a ``reft`` block, also install the integrations into their programs."""
     if hasattr(sys.modules.get("deepspeed"), "initialize"):
         _install()
     else:
@@ -137,7 +137,7 @@ def initialize(*args: Any, client_state: ClientState | None = None, **kwargs: An
 
     Args:
         *args: arguments of ``deepspeed.initialize``.
-        client_state: see :func:`reft.attach`.
+        client_state: function that returns the script's own values, as in :func:`reft.attach`.
         **kwargs: keyword arguments of ``deepspeed.initialize``.
 
     Returns:
@@ -226,7 +226,8 @@ def _prepare() -> None:
     end_in_words()
     warn_abandoned_builds()
     avoid_build_at_start()
-    # If the block became known only now, process groups may exist already.
+    # If reft's configuration was found only now, torch's process groups may already exist; then
+    # there is nothing to wrap.
     if not (dist.is_initialized() or isinstance(deepspeed.init_distributed, functools.partial)):
         wrap(deepspeed, "init_distributed", init_distributed)
         deepspeed.comm.init_distributed = deepspeed.init_distributed

@@ -58,8 +58,8 @@ class TrainingEngine(Protocol):
         """
 
     def settings(self) -> dict[str, Fact]:
-        """Return settings that change the numerical results, as facts for the fingerprint. Those
-        of rank 0 are used."""
+        """Return settings that change the numerical results, as facts for the fingerprint. The
+        fingerprint takes the settings of rank 0."""
 
     def shapes(self) -> str:
         """Return a description of this rank's part of the model, with a digest of names and

@@ -198,7 +198,7 @@ class Session:
             lambda: self.tolerance,
         )
         self._device_memory = DeviceMemory(self.progress, engine.device)
-        # Not on a device, where calls return before their work is done
+        # Only without a device: on a device, calls return before their work is done
         if not self.copying.engine.asynchronous:
             self.progress.set_place((at.pp, at.dp, at.tp))
         self._last_step = engine.global_steps
@@ -584,9 +584,9 @@ class Session:
             )
 
     def check_tensors(self) -> None:
-        """Check between two passes of a step whether tensors were written: see
-        :meth:`~reft.snapshot.worker.SnapshotWorker.check_between_passes`. Called on the training
-        thread.
+        """Check, between two passes of a step, whether the script has written tensors that are
+        being copied (:meth:`~reft.snapshot.worker.SnapshotWorker.check_between_passes`). Called on
+        the training thread.
         """
         if self.worker is not None:
             self.worker.check_between_passes()
@@ -619,7 +619,7 @@ class Session:
         self.worker.submit(request)
         self.first_request = self.first_request or request
         if request.variant is Variant.BLOCKING:
-            # If the copy has not ended by then, the fence continues to wait and logs it.
+            # If the copy has not ended within this time, the fence continues to wait and logs that.
             request.copied.wait(self.context.config.commit_timeout_secs)
         self.stats.stalls_secs.append(time.perf_counter() - began)
         return request

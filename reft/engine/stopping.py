@@ -35,7 +35,7 @@ _CLOSE_SECS = 1.0  # Seconds that are reserved for closing the session
 _ALONE_SHARE = 0.5
 """Fraction of the grace period after which a rank stops without a common last step."""
 _BOUNDARY_SECS = 1.0
-"""Additional seconds to wait for the next step to begin. If one does, the rank takes a last
+"""Additional seconds to wait for the next step to begin. If it begins, the rank takes a last
 version, which is newer than the last commit; otherwise the process exits between two steps."""
 
 
@@ -113,7 +113,7 @@ class StopController:
             )
         for number in (signal.SIGTERM, signal.SIGINT):
             if signal.getsignal(number) is signal.SIG_IGN:
-                continue  # Ignored on purpose, by nohup or for background jobs of a shell
+                continue  # The process was started to ignore the signal, by nohup or by a shell
             self._previous[number] = signal.signal(number, self._handle)
         return None
 
