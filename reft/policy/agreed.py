@@ -24,8 +24,8 @@ class AgreedRates(VersionFeature):
             proposes.
         wanted_persist_interval: returns the number of steps between two versions on storage that
             this rank proposes; 0 if the block sets a fixed number.
-        peer_errors: receives errors raised by these functions and notifies the peers (P6). The
-            interval agreed before then stays.
+        peer_errors: receives errors raised by these functions and notifies the peers (P6). After an
+            error, the interval that was agreed before stays.
     """
 
     name = "rates"
@@ -53,7 +53,7 @@ class AgreedRates(VersionFeature):
         return newer if step >= since else older
 
     def handed_over(self, label: VersionId, *, goes_back: bool) -> None:
-        # The next steps come before ``since``, but the older interval must not apply to them
+        # The job goes back to steps before ``since``, but the older interval must not apply to them
         if goes_back:
             self._interval = (0, self._interval[1], self._interval[1])
 

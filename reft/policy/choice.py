@@ -53,7 +53,7 @@ _SPARE = 4
 
 @dataclass(frozen=True)
 class JobFacts:
-    """What is known about the job when the protection is chosen, or in a dry run.
+    """Facts about the job by which the protection is chosen, and which a dry run prints.
 
     Attributes:
         config: the ``reft`` block.
@@ -133,7 +133,7 @@ def choose_protection(job: JobFacts, events: EventLog) -> ReftConfig:
     )
     if job.control.rank == 0:
         _describe(choice)
-    # "+aor" in the block is kept even if nothing is partitioned, as it is after a scheme's name.
+    # Keep "+aor" of "auto+aor" even if nothing is partitioned, as it is kept after a scheme's name.
     recompute = chosen.owned_by is PartitionSurvival.AOR or (
         config.recompute and scheme.certain_losses
     )
@@ -383,7 +383,7 @@ def _try_adam(device: torch.device) -> tuple[bool, float]:
         one core of the host updates in a second.
     """
     draw = torch.Generator().manual_seed(0)
-    # Small enough that the smallest squares are denormal or 0
+    # Begin with numbers so small that their squares are denormal or 0
     scale = torch.logspace(-22, 2, _ELEMENTS)
     start, *gradients = (scale * torch.randn(_ELEMENTS, generator=draw) for _ in range(1 + _STEPS))
     bits, secs = [], 0.0

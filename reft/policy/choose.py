@@ -43,7 +43,7 @@ TOO_MANY_TESTS = (
 )
 _MOST_COMBINED = 16
 """Largest number of losses for which combinations of copies and parities are considered. Beyond
-it, parities alone never move more bytes than a combination."""
+this number, parities alone never move more bytes than a combination."""
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,8 @@ class Alternative:
     memory_bytes: int  # Bytes that would be reserved on ``node``
     limit_bytes: int | None  # Bytes that may be reserved on ``node``; None if unknown
     fatal: tuple[str, ...]  # A smallest set of nodes whose loss is not survived
-    # False if this alternative recomputes partitions without being requested or cheaper, or does
-    # not recompute them although that was requested
+    # False if this alternative recomputes partitions although that is neither requested nor faster,
+    # or does not recompute them although that is requested
     available: bool = True
     # Seconds in each step to send the partitions, and to recompute them exactly; None if unknown
     partition_secs: tuple[float, float] | None = None
@@ -257,8 +257,8 @@ def _candidates(
             continue
         if why := scheme.why_no_room(size):
             excluded.append((str(scheme), why))
-        # Only combinations of copies and parities need the many tests in
-        # :func:`reft.protect.placement.fatal_nodes`.
+        # Only the tolerance of a combination of copies and parities needs many tests
+        # (:func:`reft.protect.placement.fatal_nodes`).
         elif (
             together > 1
             and scheme.copies
@@ -289,8 +289,8 @@ def _evaluate(
         cheaper = situation.exact and secs is not None and secs[1] < secs[0]
         ways: list[PartitionSurvival | None] = [None]
         if situation.owns and protected:
-            # Either way, the number of peers that keep a partition is the number of losses that
-            # the scheme survives.
+            # Whether partitions are sent or recomputed: the number of peers that keep a partition
+            # is the number of losses that the scheme survives.
             ways = [PartitionSurvival.PEER]
             if situation.recomputable:
                 ways.append(PartitionSurvival.AOR)

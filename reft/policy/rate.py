@@ -318,10 +318,10 @@ def adapt(
     steps permits it, not shorter than the time until a checkpoint is complete.
 
     Args:
-        rate: the rate before.
+        rate: the rate before this window.
         cost_secs: To, observed cost of a checkpoint in this window; at least 0.
         plain_secs: Ti, duration of a step without a checkpoint.
-        max_overhead: p.
+        max_overhead: p, allowed overhead as a fraction of training time.
         write_secs: longest Tc + Ts (time until a checkpoint is complete) in the window.
         least_steps: shortest useful interval for the failure rate.
         most_steps: longest interval, half of the steps that may be lost; None for no bound.
@@ -351,12 +351,12 @@ def adapt(
 # -- cost of a checkpoint: steps during it, compared with the steps around it ----------------------
 
 _AROUND = 4
-"""Number of plain steps (without a checkpoint in progress) before and after a checkpoint with
-which the checkpoint's steps are compared. Only near steps are used, because the speed of
-machines drifts."""
+"""Number of plain steps (without a checkpoint in progress) before and after a checkpoint to which
+the checkpoint's steps are compared. Only near steps are used, because the speed of machines
+drifts."""
 _MOST_PAIRS = 64
 _LEFT_OUT = 8
-"""Share of outliers that the trimmed mean leaves out: one in 8 differences at either end, such
+"""The trimmed mean leaves out one in 8 differences at each end, because these may be outliers such
 as a delay of the host."""
 _PAUSE, _MOST_PAUSES = 20, 4
 """A step longer than 20 times the median is a pause and is ignored: it contains an evaluation or
@@ -487,7 +487,7 @@ class IntervalController:
     in order to measure steps without a version.
 
     Args:
-        max_overhead: p.
+        max_overhead: p, allowed overhead as a fraction of training time.
         most_steps: longest interval, half of the steps that may be lost; None for no bound.
         fits: rounds an interval up to the next one that is compatible with the other tier.
         risk: returns the current :func:`memory_risk`; None ignores failures and takes versions
@@ -498,7 +498,7 @@ class IntervalController:
     """
 
     _least_pairs, _most_beside = 4, _MOST_PAIRS
-    # Whether versions are sometimes taken less often, to measure steps without a version
+    # Whether the controller sometimes takes versions less often, to measure steps without a version
     _looks = True
 
     def __init__(
@@ -532,7 +532,8 @@ class IntervalController:
         self._lost_most = 0
         self._arrived_step: int | None = None
         self._is_new = False
-        # Measured Ti, To and Tc + Ts in seconds; None before
+        # Measured Ti (step), To (cost) and Tc + Ts (until complete), in seconds; None before they
+        # are measured
         self.costs: dict[str, float] | None = None
         self.rate = None if known is None else Rate(self._bounded(known), RateReason.REMEMBERED)
 
@@ -710,7 +711,7 @@ class StorageIntervalController(IntervalController):
     steps.
 
     Args:
-        max_overhead: p.
+        max_overhead: p, allowed overhead as a fraction of training time.
         most_lost_steps: bound on the steps that a failure may lose; None for no bound.
         interval_steps: steps between two versions in memory.
         start_step: newest step on storage, the same on every rank; if storage holds none, the

@@ -65,8 +65,8 @@ class MemoryGuard:
     """Proposes one rank's level of the ladder from the free memory of its node.
 
     The guard proposes the next level down (cheaper) as soon as less than the margin is free. It
-    proposes the next level up when, for ``calm_secs``, that level would have left 1.5 times the
-    margin free. This time doubles whenever a move up had to be reversed.
+    proposes the next level up (stronger) if, for ``calm_secs``, 1.5 times the margin would have
+    been free at that level. ``calm_secs`` doubles whenever a move up had to be reversed.
     """
 
     def __init__(self, margin_bytes: int, calm_secs: float = CALM_SECS) -> None:
@@ -84,7 +84,8 @@ class MemoryGuard:
             level: level in force; 0 is the requested protection.
             levels: number of levels in the ladder.
             free_bytes: free memory of the node.
-            growth: returns the bytes that the node needs for the next level up.
+            growth: returns the additional bytes that the node needs at ``level`` - 1, the next
+                stronger protection.
             now: seconds of a monotonic clock.
         """
         if free_bytes < self.margin_bytes:
@@ -369,7 +370,7 @@ class SchemeSwitch(SchemePolicy):
                     now,
                 )
             except OSError as error:
-                # Only log this, since taking versions depends only on their arenas.
+                # Only log the error: taking versions depends on their arenas, not on this check.
                 if not self._look_failed:
                     logger.warning("the node's memory use cannot be read: %s", error)
                 self._look_failed = True
