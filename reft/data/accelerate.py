@@ -10,8 +10,8 @@ import sys
 from typing import Any
 
 ITERATION = "iteration"
-"""Attribute of a ``DataLoaderShard`` with the number of its pass, on which the order of some
-samplers depends."""
+"""Attribute of a ``DataLoaderShard``: the number of its pass (epoch). The order of some samplers
+depends on this number."""
 
 DISPATCHED = (
     "Accelerate's DataLoaderDispatcher, which reads on rank 0 for all ranks, so that its position "

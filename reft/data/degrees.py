@@ -20,10 +20,10 @@ from reft.env import ENV_NODES
 from reft.grid import Resize
 from reft.state.codec import class_path
 
-LEFT = "left"  # Key, next to the positions, of a warning about positions that were left out
+LEFT = "left"  # Key of a warning about positions that were left out
 
-# Key, next to the state of an iterator that counts batches of one replica, of the iterator's
-# class
+# If an iterator counts batches of one replica: key for the name of the iterator's class, which is
+# stored next to the iterator's state
 ITERATOR_OF = "iterator_of"
 
 LINES_OWN = """

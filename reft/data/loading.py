@@ -125,7 +125,8 @@ class Loader(TrackedLoader[Progress]):
             generator=torch.Generator(),
             **{option: given for option, given in options.items() if option not in _DECIDED},
         )
-        # Passes whose batches the script may still hold, the one read last at the end
+        # Passes whose batches the script may still hold; the last item is the pass that was read
+        # last
         self._handed_out: list[Progress] = []
         self._has_left_out = False
         # Whether training has stopped within a step: the batch trained on last was not the

@@ -1,11 +1,11 @@
 """Determines which samples a step trains on, and which of them a replica reads.
 
-Both are functions of the position alone, which is equal on every rank. A position counts the
-samples that the whole job has consumed, not the batches of a replica. The order of an epoch
-depends on (seed, epoch) only. So a position has the same meaning at every data-parallel degree
-and with any number of workers, and the rest of an epoch can be divided anew among replicas at
-any sample. (This is CheckFreq's resumable iterator, extended to elastic data parallelism: keep
-the global sample index, re-shard the tail.)
+The samples of a step and those of a replica both depend on the position alone, which is equal on
+every rank. A position counts the samples that the whole job has consumed, not the batches of a
+replica. The order of an epoch depends on (seed, epoch) only. So a position has the same meaning at
+every data-parallel degree and with any number of workers, and the rest of an epoch can be divided
+anew among replicas at any sample. (This is CheckFreq's resumable iterator, extended to elastic data
+parallelism: keep the global sample index, re-shard the tail.)
 """
 
 from __future__ import annotations
@@ -369,7 +369,8 @@ class ConsumedSamples:
         ahead: a pair of positions for each micro-batch. With the static order: the position
             after the micro-batch, and None. With the dynamic order: the start and the end of its
             step, because only the step's last micro-batch advances the job.
-        ledgers: end position and ledger of each step of which no micro-batch is left to take.
+        ledgers: for each step whose micro-batches are all taken, the position at its end and its
+            ledger (:class:`SharedLedger`).
         failed: the error because of which no more samples can be taken (not one of the data
             set); None if there was none.
     """
@@ -379,8 +380,8 @@ class ConsumedSamples:
     failed: Exception | None = None
 
     def leave(self, at: JobPosition, replicas: int) -> None:
-        """Leave the ledgers of steps before ``at``: only loading a version could return to them,
-        and it starts new ledgers."""
+        """Leave the ledgers (logs of taken micro-batches) of steps before ``at``: only loading a
+        version could return to these steps, and a load starts new ledgers."""
         while self.ledgers and self.ledgers[0][0].consumed <= at.consumed:
             self.ledgers.popleft()[1].leave(readers(replicas))
 

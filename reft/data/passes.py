@@ -144,7 +144,7 @@ class Position:
         return self.length is not None and self.taken >= self.length
 
     def fits(self, loader: Any) -> bool:
-        """Return whether this may be a position in ``loader``. The script may also read other
+        """Return whether this position may belong to ``loader``; the script may also read other
         loaders.
         """
         return (
@@ -436,7 +436,8 @@ def positioned(loader: Any, position: Position, taken: int) -> Iterator[Any]:
             # There are no indices to skip, so read the pass again up to the position.
             inner = raw_iterator(loader)
             for _ in range(taken):
-                # The same errors were raised when the batches were taken the first time
+                # Ignore errors: the same ones were raised when the batches were taken the first
+                # time
                 with suppress(StopIteration, Exception):
                     next(inner)
             return inner
@@ -513,7 +514,7 @@ def raw_iterator(loader: Any) -> Iterator[Any]:
     """Return the result of torch's own ``DataLoader.__iter__``.
 
     ``iter(loader)`` would recurse: a subclass with its own ``__iter__`` calls this function from
-    there.
+    its ``__iter__``.
     """
     iterate = DataLoader.__iter__
     while (original := getattr(iterate, ORIGINAL, None)) is not None:
@@ -537,11 +538,11 @@ def is_left_out(iterator: Iterator[Any], received: int | None) -> bool:
 
 
 class SkippingSampler:
-    """A sampler that skips its first draws.
+    """A sampler that skips the first samples that it draws.
 
     Attributes:
-        before: sets the random states for the first draws, in which most samplers choose the
-            whole order; None to use the current states.
+        before: sets the random states under which the first samples are drawn; most samplers then
+            choose the whole order; None to use the current states.
     """
 
     def __init__(self, sampler: Any, skip: int) -> None:

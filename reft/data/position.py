@@ -1,6 +1,6 @@
 """The data position: which samples the training has consumed (P8).
 
-The position in the following is followed and restored:
+reft follows and restores the position in:
 
 - an iterator for ``train_batch`` with ``state_dict`` and ``load_state_dict`` (torchdata's stateful
   protocol);
@@ -54,9 +54,10 @@ from reft.data.watch import WATCH, ResumePhase
 from reft.state.codec import class_path
 
 READ_BY_SCRIPT = "read_by_script"
-"""Key, next to the positions, of a flag: the version's random states are those before the script
-makes its next batch, which it does before ``train_batch`` or the forward pass."""
-BEGINS = "begins"  # Key, next to the positions, of a flag: the script was about to begin a pass
+"""Key of a flag, which is stored next to the positions. True if the script makes its batches
+itself, before ``train_batch`` or the forward pass; the version's random states are then those
+before it makes its next batch."""
+BEGINS = "begins"  # Key of a flag, next to the positions: the script was about to begin a pass
 
 _LINES_PLAIN = """
     loader = reft.resumable(loader)
@@ -116,11 +117,12 @@ class DataPosition:
         self._inside = False
         self._read_inside = False  # Whether the last ``train_batch`` call has read from a loader
         self.boundary: ReadListener | None = None
-        # Set only while host state is captured: the pass that the script is about to read,
-        # whether the script marks a step, and the loader of which the script is about to begin a
-        # pass
+        # The next three are set only while host state is captured. The pass that the script is
+        # about to read; None if it is not about to read
         self._upcoming: PassReader | None = None
+        # Whether the script marks the beginning of a step (``reft.begin_step``)
         self._is_marking = False
+        # The loader of which the script is about to begin a pass; None for none
         self._begins: Any = None
         # Passes read from since the last step, one entry for each batch
         self._reads: list[PassReader] = []
@@ -134,8 +136,8 @@ class DataPosition:
         self._ahead = False  # Whether the script has read batches ahead since the last version
         # Whether a step, unlike earlier ones, was trained without a batch from a loader
         self._unread = False
-        # How much of a pass was trained on when the script left it, as text; "" if none was
-        # left; None after it was reported
+        # How much of a pass was trained on when the script left it, as text; "" if the script has
+        # left no pass early; None after that was reported
         self._left_pass: str | None = ""
         self._reported_unread = False
         self._may_skip = (
@@ -209,7 +211,7 @@ class DataPosition:
             and self._may_train(loader)
         ):
             length = find_length(loader)
-            # A script that begins a pass for each step does not leave passes early by mistake.
+            # If the script begins a pass for each step, it leaves passes early on purpose.
             if length is not None and of_step < reader.taken < length and self._left_pass == "":
                 self._left_pass = f"{reader.taken} of {length} batches"
         if self.boundary is not None and self._may_train(loader):
@@ -305,7 +307,8 @@ class DataPosition:
         source = self._source_of(iterator)
         loader = self._reads[-1].loader if self._reads else None
         if loader is None and _is_repeating(source):
-            # DeepSpeed wraps its own DataLoader.
+            # source.loader may be DeepSpeed's wrapper; torch's DataLoader is then its attribute
+            # dataloader.
             loader = getattr(source.loader, "dataloader", source.loader)
         facts = find_order(loader, replicas)
         return found if facts is None else {**found, "the DataLoader of the training": facts}

@@ -41,8 +41,8 @@ class TrackedLoader(ABC, Generic[R]):
 
     def __init__(self, name: str) -> None:
         self.name = name
-        # The pass that was begun last, perhaps only for a look at a batch while another pass is
-        # trained on
+        # The pass that was begun last. It may not be the one used for training: a script may begin
+        # a pass only to look at one batch.
         self._begun: R | None = None
         self._followed: R | None = None  # The pass that was trained on last
 
@@ -131,7 +131,8 @@ class Registry:
         return next(filter(None, (loader.wrong() for loader in self._named.values())), None)
 
     def orders(self, replicas: int) -> dict[str, dict[str, Any]]:
-        """Return the orders of loaders that must be equal on all ranks, by name."""
+        """Return the orders in which loaders read, by loader name. They must be equal on all
+        ranks."""
         found = {
             name: loader.order_facts(replicas) for (_, name), loader in sorted(self._named.items())
         }

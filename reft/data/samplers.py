@@ -67,7 +67,8 @@ def merge_samplers(before: list[dict[str, Any]], loader: Any, start: list[dict[s
 
 def _owners(loader: Any) -> Iterator[Any]:
     for holder in holders(loader)[1:]:
-        # A sampler can also be a plain object without attributes, such as a range.
+        # A sampler can also be an object that has no __dict__, such as a range; it cannot hold
+        # state, so skip it.
         if has_attributes(holder) and not type(holder).__module__.startswith("torch.utils.data"):
             yield holder
     data = getattr(loader, "dataset", None)

@@ -178,7 +178,7 @@ class Listener(Protocol):
 
 
 class LoaderHook:
-    """Replaces ``__iter__`` of torch's loaders as long as an engine listens.
+    """Replaces ``__iter__`` of torch's loaders as long as an engine is registered as a listener.
 
     Attributes:
         resuming: the phase between a restart and its first step; None otherwise.
