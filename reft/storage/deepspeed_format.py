@@ -328,7 +328,8 @@ class _PerStepValues:
         self._positions = _positions(engine)
 
     def resolver(self, content: Any) -> Resolve:
-        """Return the function that finds such paths for one file's state dict."""
+        """Return the function that finds, for a value in one file's state dict, its path in the
+        host state."""
         if isinstance(content, dict):
             if "global_steps" in content and "module" in content:
                 return self._model_file
@@ -368,7 +369,7 @@ class _PerStepValues:
             return None
         if path[0] in _INNER_KEYS:
             return self._inner(path[1:])
-        # Only ZeRO-1 with elastic_checkpoint has this
+        # Only ZeRO-1 with elastic_checkpoint has this key
         if path[0] == "base_optimizer_state_step":
             return ("adapter", "param_groups", 0, "step")
         if len(path) == 1 and path[0] in self._adapter["attributes"]:

@@ -75,8 +75,8 @@ class Images:
 def write_deepspeed_files(
     source: VersionSource, work: WorkDir, at: Coordinate, on_block: Callable[[int], None]
 ) -> Files:
-    """Write the files that the rank at a coordinate would have written with ``save_checkpoint``
-    at the version's step; see :data:`reft.storage.persist.Export`."""
+    """Write the files that the rank at a coordinate would have written with ``save_checkpoint`` at
+    the version's step. A function of the type :data:`reft.storage.persist.Export`."""
     images = Images(source.blocks[at])
     blob = DecodedBlob(images.read(Section.HOST, 0, images.image_bytes(Section.HOST)))
     template = Template.decode(blob.template)

@@ -116,8 +116,9 @@ def switched(
 
     Yields:
         A function that renames the drafts to their final names. It raises FileNotFoundError if a
-        newer incarnation has removed the drafts, so a check of the claims after making the
-        drafts is sufficient. Drafts that were not renamed are removed at the end.
+        newer incarnation has removed the drafts. So the caller checks only once, after making the
+        drafts, that no newer incarnation has claimed the directory; it need not check again before
+        renaming. Drafts that were not renamed are removed at the end.
     """
     ready = {}
     for name, content in contents.items():

@@ -147,7 +147,7 @@ class JobReport:
     versions: tuple[VersionReport, ...]  # All versions that were found, newest first
     # Version that a restart on these nodes would restore; None if there is none
     restores: VersionId | None
-    why: tuple[str, ...]  # Reasons for this choice, from the recovery plan
+    why: tuple[str, ...]  # Reasons for ``restores``, from the recovery plan
     empty: tuple[ArenaReport, ...]  # Arenas that hold no version (state EMPTY)
     problems: tuple[str, ...]  # Arenas that could not be read, with the error
     verified: bool  # Whether every stored block was read and compared with its checksum

@@ -93,9 +93,9 @@ class DiskCheckpoint:
     def newer_than(self, label: VersionId) -> bool:
         """Return whether the checkpoint is newer than a version of this job.
 
-        A checkpoint of an older incarnation is never newer, even if its step is higher: the job
-        has gone back to an earlier step since. The step decides if the checkpoint is not this
-        job's.
+        A checkpoint of an older incarnation is never newer, even if its step is higher: the job has
+        gone back to an earlier step since. For a checkpoint that this job did not write, only the
+        step decides.
         """
         return self.step > label.step if self.label is None else self.label > label
 
@@ -155,7 +155,7 @@ def find_on_disk(load_dir: Path | None, persist_dir: Path | None, job_id: str) -
 
 
 def find_named(directory: Path, tag: Any, job_id: str) -> LoadedCheckpoint:
-    """Return the checkpoint with a tag, or for ``tag`` None the one that ``latest`` names.
+    """Return the checkpoint with the given tag; if ``tag`` is None, the one that ``latest`` names.
 
     The result is empty if there is no such checkpoint. Never raises.
     """
@@ -281,7 +281,7 @@ class DiskRestorer:
         return self._from_rank_zero(lambda: find_on_disk(load_dir, self._persist_dir, self._job_id))
 
     def find_named(self, directory: Path | None, tag: Any) -> DiskCheckpoint | None:
-        """Return the checkpoint with the script's ``tag``, or for ``tag`` None the one that
+        """Return the checkpoint with the script's ``tag``; if ``tag`` is None, the one that
         ``latest`` names.
 
         Returns:

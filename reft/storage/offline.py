@@ -113,8 +113,8 @@ def export_stored(
             if isinstance(found.plan, NotRecoverable):
                 problems.append(f"{info.path}: {'; '.join(found.plan.reasons)}")
                 continue
-            # No other process reads this working directory's records, so any key will do for
-            # them.
+            # No other process reads the records in this working directory, so any key can
+            # authenticate them.
             source = replace(found.source(found.plan, STORAGE_KEY), fingerprint=info.fingerprint)
             return _export(source, found, directory, keep, progress)
     raise PersistError(
@@ -127,9 +127,9 @@ def _hold(places: Sequence[ArenaStore], job_id: str, stack: ExitStack) -> dict[P
     """Pin arenas (take shared locks) until the pinned ones hold a complete version. The job may
     be running.
 
-    Nodes are visited one after another, so the first pass may pin different versions on
-    different nodes. Arenas that are pinned once stay pinned. Ranks that are ahead then have no
-    arena for the next version, until the other ranks have completed the same version.
+    Nodes are visited one after another, so the first round over the nodes may pin different
+    versions on different nodes. Arenas that are pinned once stay pinned. Ranks that are ahead then
+    have no arena for the next version, until the other ranks have completed the same version.
 
     Returns:
         The pinned arenas by path; None for a file that cannot be read.

@@ -316,8 +316,8 @@ def write_version(
     record with the reason there.
 
     Args:
-        source: the part of this process.
-        options: see :class:`PersistOptions`.
+        source: the part of the version that this process writes.
+        options: where the version is written, and how.
         unpin: function that releases the arenas; called when the blocks have been read.
         reach: called in the middle of writing the blocks of each coordinate, for fault injection.
 

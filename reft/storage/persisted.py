@@ -181,7 +181,7 @@ def find_markers(
             continue
         if info is not None and job_id in (None, info.job_id):
             found.append(info)
-    # Of several directories with one version, that with the final name comes last.
+    # If several directories hold the same version, the one with the final name comes last.
     return sorted(
         found, key=lambda i: (i.label, i.created_unix_secs, not i.tag.startswith("."))
     ), problems

@@ -36,9 +36,9 @@ logger = logging.getLogger(__name__)
 
 _RETRY_SECS = (0.5, 30.0)
 _CLOSE_SECS = 5.0
-# While storage fails and memory does not survive the loss of a node, steps that are multiples of
-# this are due, so that nodes which learn of the failure at different steps choose the same
-# version.
+# While storage fails and memory could not survive a node loss, retry storage at steps that are
+# multiples of this number. Nodes learn of the failure at different steps, but so they all retry
+# with the same version.
 _AGAIN_STEPS = 10
 
 
@@ -192,7 +192,7 @@ class Persister:
 
     def _lag(self) -> tuple[int, VersionId | None]:
         """Return the number of steps from the oldest due version that is not on storage to the
-        newest version in memory, and the former version.
+        newest version in memory, and that oldest due version.
         """
         newest, stale = self._newest, self.status.stale_since_step
         if newest is None:
