@@ -31,7 +31,7 @@ _ROUNDS = 20  # Number of exchanges with each host
 _ANCHORS = 5
 
 Span = tuple[float, float]  # Begin and end of a call by ``time.perf_counter``
-Mark = Any  # What DeviceClock.mark returns
+Mark = Any  # A point on the compute stream, from DeviceClock.mark
 # Marks before and after each instruction of a step; empty if the trace already holds the host's
 # times
 Marks = Sequence[tuple[Mark, Mark]]

@@ -33,7 +33,9 @@ class RankTraces:
     tp: int
     offset: ClockOffset  # Offset of the rank's clock from rank 0's
     snapshot_bytes: int  # Bytes that the rank copies for a version; 0 if unknown
-    complete: bool  # False if only the calls between pipelines were kept (only_group_calls)
+    # False if the trace keeps only communication between ranks of different pipelines, such as
+    # gradient reduction, and drops everything else (see only_group_calls)
+    complete: bool
     traces: tuple[StepTrace, ...]
 
     @property
@@ -112,7 +114,7 @@ def assign_chunks(traces: Sequence[StepTrace]) -> tuple[StepTrace, ...]:
     """Move every copied chunk to the trace of the step during which it was copied, and drop the
     last trace.
 
-    A device reports copies late, so they may be in the trace of the step after.
+    A device reports copies late, so a step's chunks may be in the trace of the next step.
     """
     begins = [trace.begin_secs for trace in traces]
     chunks: list[list[ChunkRecord]] = [[] for _ in traces]

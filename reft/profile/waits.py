@@ -50,7 +50,8 @@ Ready = dict[CallAt, float]  # For each call, the time at which all participants
 
 
 class _Meeting(NamedTuple):
-    """A send or receive within a call, with the matching one of its partner."""
+    """One send or receive of this rank during an engine call, paired with the partner rank's
+    matching instruction."""
 
     name: str
     partner: InstructionRecord
