@@ -66,7 +66,8 @@ class GradientCapture:
         """Flat views of the model's weights in each partition, by parameter group and member."""
         # Device memory for captured tensors, by member and name
         self.staged: dict[int, dict[str, torch.Tensor]] = {}
-        # Images of this memory by member; replaced by new objects when the members change
+        # Images of the memory in ``staged``, by member; replaced by new objects when the members
+        # change
         self.images: dict[int, SectionImage] = {}
         self._closed = False
         self._undo: list[Callable[[], None]] = []
@@ -88,8 +89,8 @@ class GradientCapture:
         self.staged, self.images, self.record = {}, {}, None
 
     def follow(self, members: Sequence[int]) -> bool:
-        """Capture the gradients of these members from the next step on; return whether the
-        members differ from those before."""
+        """Capture the gradients of these members from the next step on. Return whether they differ
+        from the members of the last call."""
         if self._closed:
             members = ()
         if tuple(members) == tuple(self.staged):
@@ -178,8 +179,8 @@ class GradientCapture:
                         target[begin - member * size : end - member * size].copy_(flat)
 
     def _when_unscaled(self, _gradients: Any, total_norm: Any) -> None:
-        """Capture the factor by which the wrapper unscales and clips, by applying its method to
-        1."""
+        """Capture the factor by which the wrapper unscales and clips, by applying the wrapper's
+        method to the number 1."""
         if self._closed or self.record is not None:
             return  # Already captured for another group in this step
         factors = [tensors["multiplier"].fill_(1.0) for tensors in self.staged.values()]
@@ -188,10 +189,11 @@ class GradientCapture:
 
 
 def check_recomputable(adapter: StateAdapter) -> AdamRecipe:
-    """Return the recipe by which a host repeats the optimizer's step.
+    """Check that a host can repeat the optimizer's step, and return the recipe for doing so.
 
     Raises:
-        UnsupportedStateError: see :class:`GradientCapture`.
+        UnsupportedStateError: a host cannot repeat the step, or this configuration does not keep
+            the gradients of other partitions; the message says what to change.
     """
     if isinstance(adapter, BF16Adapter):
         _check_bf16(adapter.engine, adapter.wrapper)
@@ -203,8 +205,8 @@ def check_recomputable(adapter: StateAdapter) -> AdamRecipe:
 def _check_bf16(engine: Any, wrapper: Any) -> None:
     """Refuse releases of DeepSpeed that do not average the last micro-batch's gradients.
 
-    In some releases of 0.18, ``_backward_epilogue`` averages the gradients before those of the
-    last micro-batch are added, which then differ between ranks. A pipeline engine averages
+    In some releases of 0.18, ``_backward_epilogue`` averages the gradients before those of the last
+    micro-batch are added, so the last ones differ between ranks. A pipeline engine averages
     elsewhere, and 0.19.8 has the right order.
     """
     epilogue = getattr(type(engine), "_backward_epilogue", None)

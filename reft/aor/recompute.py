@@ -9,8 +9,8 @@ sends with every version. The owner sends blocks that differ or could not be rec
 (:mod:`reft.snapshot.arenas`). So a missing gradient or a stale replica costs only a transfer,
 and wrong bytes are never restored (P5).
 
-Device and host kernels must agree bit for bit. Those of fused Adam on a GPU do not; those of
-:mod:`reft.optim` do.
+Device and host kernels must agree bit for bit. The kernels of fused Adam on a GPU do not agree with
+the host's; those of :mod:`reft.optim` do.
 """
 
 from __future__ import annotations

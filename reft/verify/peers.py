@@ -73,8 +73,8 @@ class PeerCheck(VersionFeature):
         """Blocks that differed between peers; they are compared with every version until they
         are equal again."""
         self._turn: int | None = None
-        """Turn (selection of blocks) of the next version; None until the ranks have voted on a
-        version together; until then the version's step is used instead."""
+        """Turn (number that selects the blocks to compare) of the next version. None until the
+        ranks have voted on a version; the version's step then selects the blocks."""
         # Indices of the blocks that are compared with the newest version
         self._blocks: Sequence[int] = ()
         self._memory = torch.zeros(0, dtype=torch.int64)
