@@ -211,7 +211,8 @@ def check_nodes(
         return dict(sorted(values.items()))
 
     def reduce(number: str, proposed: Sequence[Pair]) -> Round:
-        """All-reduce in pairs; of the pairs that nodes propose, the first in the store is used."""
+        """All-reduce in pairs. Nodes propose sets of pairs; the one that is first in the store is
+        used."""
         _, agreed = store.compare_set(f"pairs{number}", None, json.dumps(proposed).encode())
         pairs = [tuple(pair) for pair in json.loads(agreed or b"[]")]
         for pair_index, pair in enumerate(pairs):

@@ -162,7 +162,8 @@ def history_command(
         Console().print(table, markup=False)
 
 
-Histories = Mapping[tuple[str, str], Sequence[RoundReport]]  # By job and node
+# Reports of the starts of trainers, by job and node
+Histories = Mapping[tuple[str, str], Sequence[RoundReport]]
 
 
 def _read_memory(memory_dir: list[Path] | None, job: str | None, *, as_json: bool) -> Histories:

@@ -100,8 +100,8 @@ class RunPlan:
         steps: number of steps to train.
         kill_after: number of steps, counted from the first one of the run, after which a trainer is
             killed; 0: none is killed.
-        kill_at: when it is killed after that step: "step": within the next step; "evaluation" or
-            "save": in such an activity; "boundary": where the next step begins.
+        kill_at: when the trainer is killed after step ``kill_after``: "step": within the next step;
+            "evaluation" or "save": in such an activity; "boundary": where the next step begins.
         kills_node: whether the trainer waits until everything on its node is killed, rather than
             kill itself.
         overwrites: whether the script may overwrite existing files.
@@ -313,7 +313,8 @@ class Recorder:
             self._die_at(what)
 
     def hold(self, original: Callable[[], None]) -> None:
-        """Die, if planned, within a step: once its version is copied, before the optimizer step."""
+        """Die, if planned, within a step: once the step's version is copied, before the optimizer
+        step."""
         original()
         self._die_at("step")
 
@@ -332,7 +333,7 @@ class Recorder:
         if step != self._base + plan.kill_after:
             return
         # Wait for a commit, without which the job would start from scratch. Between two steps, the
-        # version of the last step is not taken yet, so wait for the one before it.
+        # version of the last step is not taken yet, so wait for the version before.
         self._await_commit(step if where == "step" else step - 1)
         memory_dir = str(context.job_dir.path)
         self.write(KILLED, step=step, committed=context.stats.committed_step, memory_dir=memory_dir)

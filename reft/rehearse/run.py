@@ -411,7 +411,8 @@ class _Job:
         self._current[name] = self._nodes.start(name, memory, log, words, what.program)
 
     def replace_lost(self, killed: Sequence[dict[str, Any]]) -> None:
-        """Kill the node of a trainer that waits for that, once, and start another in its place.
+        """If a trainer waits for its node to be killed, kill the node and start a replacement. Done
+        once.
 
         Args:
             killed: the events of kind KILLED so far.

@@ -247,7 +247,8 @@ def _run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
 class DemoJob:
     """One of the two trainings, on nodes of this machine.
 
-    The one named "training" runs with reft and failures, the one named "reference" with neither.
+    The training named "training" runs with reft and with failures, the one named "reference"
+    without both.
 
     Attributes:
         losses: losses of every step so far.
@@ -264,12 +265,12 @@ class DemoJob:
         self.tolerance: int | None = None
         self.current: dict[int, LocalNode] = {}
         self._name, self._count = f"demo-{name}", options.pp * options.dp
-        # Events by which nodes report on a recovery, after the first step of each start
+        # Events that nodes write after the first step of each start, about the recovery before it
         self._recovered: list[dict[str, Any]] = []
         # As rank 0 reports: steps of which a version was committed, and number of skipped versions
         self._committed = set[int]()
         self._skipped = 0
-        # Events by which ranks report what they have restored since the last failure
+        # Events in which ranks report what they have restored since the last failure
         self._restored: list[dict[str, Any]] = []
         self._states: dict[str, str] = {}  # States of the launchers, by node
         self._steps, self._say_now, self._said_at = options.steps, say, time.monotonic()
@@ -434,7 +435,8 @@ class DemoJob:
             elif event["event"] == "launcher":
                 self._states[event["node"]] = event["state"]
                 if event["state"] == WAITING:
-                    self._step = 0  # The start to which the step belonged is over
+                    # The job is about to restart, so the step of the previous run no longer counts
+                    self._step = 0
 
     def _take(self, event: dict[str, Any]) -> None:
         kind, step, first = event["event"], event.get("step", 0), event["rank"] == 0

@@ -123,7 +123,9 @@ class LayoutOptions:
     dp: int | None = None
     nodes: int | None = None  # Number of nodes
     micro_batches: int | None = None  # Micro-batches per pipeline and step
-    order: str = "-".join(AXES)  # Order of the axes, slowest first; "across-nodes" chooses it
+    # Order of the parallel axes in the rank numbering, slowest-varying first; with "across-nodes"
+    # the planner picks the order
+    order: str = "-".join(AXES)
 
 
 @dataclass(frozen=True)

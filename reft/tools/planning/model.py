@@ -380,8 +380,8 @@ class Training:
         """Whether model, optimizer and half-precision gradients fit into a device's memory.
 
         Frozen weights have neither gradients nor optimizer state. With ZeRO, only the device's own
-        partitions count; an offloaded optimizer takes nothing.
-        Activations, and weights that ZeRO-3 has gathered, are not counted.
+        partitions count; an offloaded optimizer takes no device memory. Activations, and weights
+        that ZeRO-3 has gathered, are not counted.
         """
         largest = max(self.stage_parameters(p) for p in range(self.stages))
         shares = self.data if self.zero_3 else 1
@@ -394,8 +394,8 @@ class Training:
     def forward_secs(self) -> tuple[float, ...]:
         """Seconds of each stage for the forward pass of one micro-batch.
 
-        Counted are 2 operations per parameter and token, and those of attention. The backward pass
-        takes twice as long, or as long if it computes no gradients of weights.
+        Counts 2 operations per parameter and token, and the operations of attention. The backward
+        pass takes twice as long, or as long if it computes no gradients of weights.
         """
         return tuple(
             self._forward_flops(p) / self.machine.achieved_flops for p in range(self.stages)

@@ -312,8 +312,8 @@ class FitPrediction(NamedTuple):
 class WindowPace:
     """Function that predicts the cost of copies in a step.
 
-    Training waits for the copies that are not finished at the optimizer step. Its argument is the
-    traffic of a version on each stage.
+    Training waits for the copies that are not finished at the optimizer step. The function's
+    argument is the traffic of a version on each stage.
 
     Attributes:
         stages: how each stage spends a step.
@@ -358,7 +358,8 @@ class WindowPace:
         """Estimate roughly, from above, by how many seconds transfers to peers delay a step.
 
         The transfers start with the step and may last as long as the step. Meanwhile they slow down
-        computation, and transfers between stages for the share of the step that these take.
+        computation and the transfers between stages, the latter only for the share of the step in
+        which there are such transfers.
         """
         if (training := self.training) is None:
             return 0.0

@@ -47,7 +47,7 @@ class RecoveryParts:
     Attributes:
         notice_secs: time until a silent host counts as lost (dead processes are noticed at once).
         start_secs: time until new trainers have built their engines.
-        read_secs: time to read the state of the rank with the largest state from peers.
+        read_secs: time to read the largest state of any rank from its peers.
         repeat_secs: time to repeat the steps since the newest commit.
     """
 
@@ -91,11 +91,11 @@ def estimate_recovery(
 
     Args:
         nodes: number of nodes of the job.
-        read_secs: time to read the state of the rank with the largest state over the network.
+        read_secs: time to read over the network the largest state of any rank.
         step_secs: time of one optimizer step.
-        version_steps: steps between two versions. On average this number of steps is repeated: a
-            failure occurs half an interval after a version on average, and the last version may not
-            be committed yet.
+        version_steps: steps between two versions. On average this many steps are repeated: half an
+            interval since the last version, and about as much again because that version may not be
+            committed yet.
         start_secs: time until new trainers have built their engines.
     """
     notice_secs = _SILENT_SECS[nodes > _SMALL_JOB_NODES]
