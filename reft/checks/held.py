@@ -33,7 +33,8 @@ _OF_MODULES = frozenset(
 )
 _UPDATES = (*("update", "update_parameters", "lerp_", "step"), *_OF_MODULES)
 _UPDATING_WORDS = ("ema", "update", "average", "momentum", "copy")
-"""Words that suggest, in a function's name, that it updates a copy passed as an argument."""
+"""If a function's name contains one of these words, it probably updates a copy of the model (such
+as an EMA) that it gets as an argument."""
 _CALLED_BY_TORCH = frozenset(
     {"forward", "__getitem__", "__iter__", "training_step", "compute_loss"}
 )
@@ -46,7 +47,7 @@ class HeldFinding(NamedTuple):
 
 
 class HeldState:
-    """Searches one script for such state.
+    """Searches one script for state that it holds outside the engine.
 
     Args:
         nodes: all nodes of the script's syntax tree.
@@ -69,7 +70,8 @@ class HeldState:
     # -- code that trains --------------------------------------------------------------------------
 
     def _training_code(self) -> set[ast.AST]:
-        """Collect the nodes of training loops and of the script's functions that these call."""
+        """Collect the syntax nodes of training loops, and of the script's functions that the loops
+        call."""
         trains = {name for name, f in self._functions.items() if _calls(f) & _TRAINS}
         while more := {
             n for n, f in self._functions.items() if n not in trains and _calls(f) & trains

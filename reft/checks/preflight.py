@@ -122,8 +122,8 @@ def _zero3_findings(zero: Mapping[str, Any], autocast: Mapping[str, Any]) -> Ite
             yield refused(found, "remove it")
     if autocast.get("enabled") and zero.get("stage3_param_persistence_threshold") != 0:
         yield refused(
-            # After an optimizer step these parameters stay gathered in fp32. Only the first forward
-            # pass of a process has to gather them, and does so in 16 bits.
+            # After an optimizer step, persistent parameters stay gathered in fp32. Only the first
+            # forward pass of a process has to gather them, and does so in 16 bits.
             '"torch_autocast" gathers persistent parameters of ZeRO-3 in another precision in the '
             "first step after a start: a resumed run would differ",
             'write "stage3_param_persistence_threshold": 0',
@@ -771,10 +771,12 @@ ZERO0_PIPELINE = "ZeRO-0 in a pipeline"
 
 @dataclass(frozen=True)
 class Releases:
-    """A range of DeepSpeed's releases: from ``first`` up to the ``first`` of the next row."""
+    """A range of DeepSpeed's releases: from release ``first`` up to, but not including, ``first``
+    of the next row."""
 
     first: str
-    # Engines in bf16 whose checkpoints these releases can save but not load; others can be loaded
+    # Engines in bf16 whose checkpoints these releases can save but not load; they can load those of
+    # all other engines
     unloadable: tuple[str, ...] = ()
     torch: tuple[str, ...] = ()  # Releases of torch with which tests were run
     clusters: tuple[str, ...] = ()  # Releases of torch on the pages about clusters; not tested

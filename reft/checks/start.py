@@ -117,7 +117,7 @@ def _notes(start: StartFacts) -> Iterator[str]:
 
 
 def describe_frozen(job: JobFacts) -> str | None:
-    """What versions cost with frozen weights, as those below adapters; None if there are none."""
+    """Describe what versions cost if weights are frozen, as below adapters; None if none are."""
     frozen = job.adapter.frozen_bytes() if isinstance(job.adapter, StateAdapter) else 0
     if not frozen:
         return None
@@ -285,7 +285,7 @@ def _inspect_script() -> Iterator[ScriptLook]:
 def describe_protection(
     config: ReftConfig, topology: Topology, record: ProtectionRecord, incarnation: int
 ) -> str:
-    """Describe in one line the layout, the tolerance, and where versions are kept how often."""
+    """Describe in one line the layout, the tolerance, and where and how often versions are kept."""
     storage = config.persist
     nodes = len(set(topology.failure_domains))
     survived = "killed trainers, but no lost node"
@@ -322,7 +322,7 @@ def _interval(adapts: bool, steps: int) -> str:
 
 
 def _shortfall(start: StartFacts) -> str | None:
-    """Return a message if the job survives fewer lost nodes than requested, or none; else None."""
+    """Return a message if the job survives no node loss, or fewer than requested; else None."""
     config, losses = start.job.config, start.record.tolerance
     if losses >= max(config.tolerance, 1):
         return None
