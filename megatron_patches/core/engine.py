@@ -136,7 +136,8 @@ def _facts(chunks: Sequence[Any], optimizer: Any) -> Iterator[Refused]:
 
 
 def _settings(of: Any, refused: Mapping[str, tuple[str, str]], path: str = "") -> Iterator[Refused]:
-    """Check those settings of a Megatron object that change which state it has."""
+    """Yield a check of each setting that may give a Megatron object state which reft does not
+    support."""
     for name, (found, change) in refused.items():
         value = vars(of).get(name)
         plain = False if isinstance(value, bool) else 1 if isinstance(value, int) else "none"
@@ -211,8 +212,7 @@ class ChainedOptimizer:
         return [class_path(self.wrapper), class_path(self.wrapper.optimizer)]
 
     def stepped(self) -> Iterator[torch.Tensor]:
-        """Yield the model parameters whose values follow from this optimizer's state, taken over
-        all ranks."""
+        """Yield the model parameters that this optimizer computes from its state on any rank."""
         if class_path(self.wrapper) == DISTRIBUTED:
             for buffer in self.wrapper.buffers:
                 yield from buffer.params
@@ -255,8 +255,8 @@ class MegatronAdapter:
         for number, chunk in enumerate(self._chunks):
             for name, p in chunk.named_parameters():
                 if id(p) not in stepped:
-                    # Megatron marks parameters of experts in this way, since data-parallel peers
-                    # hold different experts.
+                    # Megatron sets allreduce = False on the parameters of experts, because
+                    # data-parallel peers hold different experts.
                     is_expert = not getattr(p, "allreduce", True)
                     self._frozen[is_expert].append((f"chunk{number}.{name}", p))
 

@@ -155,7 +155,7 @@ class TrainingProgram:
         return self.modules["megatron.training.training"]
 
     def keep_state(self, state: Mapping[str, Any]) -> None:
-        """See :func:`keep_state`."""
+        """Have versions hold objects of the script, as the function :func:`keep_state`."""
         if self._protection is not None:
             raise ConfigError(
                 "reft.keep_state was called after the training was set up, so that a restore has "
@@ -270,8 +270,8 @@ class TrainingProgram:
     def _resume(
         self, model: Any, optimizer: Any, scheduler: Any, load: Callable[[], Any] | None
     ) -> tuple[int, float]:
-        """Protect the training, and restore the newest version in memory or, if there is none,
-        let ``load`` load.
+        """Protect the training, and restore the newest version in memory or, if there is none, let
+        the program's function ``load`` load its checkpoint.
 
         Returns:
             The numbers of completed iterations and floating-point operations, as the program
