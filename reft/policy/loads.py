@@ -53,7 +53,7 @@ class RankSections:
 class LinkRates:
     """Rates at which ZeRO partitions are sent or recomputed.
 
-    The rates are those of the slowest rank, measured at the start, or assumed in a plan.
+    They are the slowest rank's, measured at the start of a job, or assumed in a plan.
     """
 
     copy_bytes_per_sec: float  # Copies from the device to its host
