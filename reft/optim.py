@@ -1,11 +1,11 @@
 """Adam with the same result, bit for bit, on every device and on the host.
 
-It is needed where hosts recompute the optimizer steps of their peers (AOR) and the peers train on a
-GPU: a GPU's fused Adam contracts multiplications and additions, so a host that repeats its step
-gets different last bits. :class:`ExactAdam` uses only operations that IEEE 754 rounds correctly
-(add, subtract, multiply, divide, square root). Each operation is a separate kernel over fp32
-tensors, so that no compiler can contract two of them. With ``t`` the number of the step and RN()
-one rounding to fp32:
+Such an Adam is needed where hosts recompute the optimizer steps of their peers (AOR) and the peers
+train on a GPU: a GPU's fused Adam contracts multiplications and additions, so a host that repeats
+its step gets different last bits. :class:`ExactAdam` uses only operations that IEEE 754 rounds
+correctly (add, subtract, multiply, divide, square root). Each operation is a separate kernel over
+fp32 tensors, so that no compiler can contract two of them. With ``t`` the number of the step and
+RN() one rounding to fp32:
 
     AdamW       p = RN(p · RN(1 - lr·wd))                                          where wd is not 0
     Adam        g = RN(RN(p · RN(wd)) + g)                                         instead

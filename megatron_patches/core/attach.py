@@ -319,13 +319,13 @@ def _micro_batches() -> int:
 # -- windows in a pipeline -------------------------------------------------------------------------
 
 _running: list[MegatronWeaver] = []
-"""Contains the weaver of the current step, if there is one. A process trains one model at a
-time."""
+"""Contains the weaver (it opens windows, in which copies run) of the current step, if there is one.
+A process trains one model at a time."""
 
 
 class MegatronWeaver:
-    """Opens the windows (idle intervals) of one training. It sets no marks on the device's
-    clock.
+    """Opens the windows (idle intervals in which copies run) of one training. It sets no marks on
+    the device's clock.
 
     Before every step it decides whether to time every instruction.
     """
@@ -398,7 +398,8 @@ def _executing(name: str) -> AbstractContextManager[None]:
 
 
 class _Awaited:
-    """A transfer that was started; while its end is awaited, a window is open."""
+    """A transfer that was started; while training waits for its end, a window for copies is
+    open."""
 
     def __init__(self, work: Any, name: str) -> None:
         self._work = work
@@ -442,7 +443,7 @@ def _weave_schedules() -> None:
         return
 
     class WovenP2PCommunicator(communicator):  # type: ignore[misc, valid-type]
-        """Megatron's communicator, which opens windows while it waits."""
+        """Megatron's communicator, which lets copies run while it waits (opens windows)."""
 
         _reft_woven = True
 

@@ -56,7 +56,7 @@ _SCALERS = tuple(
     f"megatron.core.optimizer.grad_scaler.{name}"
     for name in ("ConstantGradScaler", "DynamicGradScaler")
 )
-_RELEASES = ("0.16", "0.19")  # Releases whose classes were examined and tested
+_RELEASES = ("0.16", "0.19")  # Releases of Megatron-core whose classes were examined
 PROGRAM_RELEASES = ("0.16",)  # Releases of Megatron-LM whose training loop was examined and tested
 
 # A check of one setting: whether it is refused, what was found, and what to change

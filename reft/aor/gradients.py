@@ -56,7 +56,7 @@ class GradientCapture:
         self._fence = fence
         self._adapter = adapter
         self._wrapper = adapter.wrapper
-        self.record: OwnerStep | None = None  # Record of the current step
+        self.record: OwnerStep | None = None  # Record of the current optimizer step
         self.recipe = check_recomputable(adapter)
         bf16 = isinstance(adapter, BF16Adapter)
         groups = "bf16_partitioned_groups" if bf16 else "parallel_partitioned_bit16_groups"

@@ -61,7 +61,7 @@ class PeerOptimizers(VersionFeature):
         self.base: ArenaWriter | None = None
         """Writer of the newest committed version, from which the next version's partitions are
         recomputed."""
-        self.replicas: dict[int, AdamReplica] = {}  # Replicas by member
+        self.replicas: dict[int, AdamReplica] = {}  # Replicas of optimizers, by group member
         self._told: set[str] = set()
         self._refused_steps: Counter[int] = Counter()
         self._in_vain = False

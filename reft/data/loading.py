@@ -171,7 +171,8 @@ class Loader(TrackedLoader[Progress]):
         return ReadAhead(self, self._begun)
 
     def _follow(self, progress: Progress) -> None:
-        """Take the job's position from this pass from now on, since a batch of it is trained on."""
+        """Take the job's position from this pass over the loader from now on, since training uses a
+        batch of it."""
         followed = self._followed
         if self._left_within_step and followed not in (None, progress) and self.replica[1] > 1:
             raise ConfigError(
@@ -336,7 +337,8 @@ class ReadAhead:
         # Batches that were read but not handed out yet. With the dynamic order, batches are read
         # ahead to find out which one is the step's last.
         self._ahead: deque[_Batch] = deque()
-        # Position at the end of the last step that was handed out; None before
+        # Position at the end of the last step whose batches were all handed out; None before the
+        # first
         self._ended_at: JobPosition | None = None
 
     def __iter__(self) -> ReadAhead:

@@ -124,7 +124,8 @@ class DataPosition:
         self._is_marking = False
         # The loader of which the script is about to begin a pass; None for none
         self._begins: Any = None
-        # Passes read from since the last step, one entry for each batch
+        # Passes over loaders from which the script has read since the last step, one entry for each
+        # batch
         self._reads: list[PassReader] = []
         self._batches = 0
         self._micro_batches = 0
@@ -132,12 +133,12 @@ class DataPosition:
         # Resumable loaders by name. These references keep the loaders alive for the last
         # version, which is taken when the script's variables are gone.
         self._trained_loaders: dict[str, Any] = {}
-        self._elsewhere = False  # Whether the script has read batches in another thread
+        self._elsewhere = False  # Whether another thread has read batches for the script
         self._ahead = False  # Whether the script has read batches ahead since the last version
         # Whether a step, unlike earlier ones, was trained without a batch from a loader
         self._unread = False
-        # How much of a pass was trained on when the script left it, as text; "" if the script has
-        # left no pass early; None after that was reported
+        # How much of a pass over a loader was trained on when the script left the pass, as text; ""
+        # if the script has left no pass early; None after that was reported
         self._left_pass: str | None = ""
         self._reported_unread = False
         self._may_skip = (
@@ -153,8 +154,8 @@ class DataPosition:
         # The restored position, until training reads; then None
         self._unmoved: dict[str, Any] | None = None
         self.left_to_program = False
-        # A warning about the restored position, to be given before training continues; None if
-        # there is none
+        # A warning about the restored position, which is logged before training continues; None for
+        # none
         self._left: str | None = None
         WATCH.join(self)
         if self.is_pipeline:
@@ -236,7 +237,7 @@ class DataPosition:
         return self.is_training() or (self._pass is not None and self._pass.loader is loader)
 
     def read_to_train(self) -> PassReader | None:
-        """Return the pass whose batch is about to be trained on; None if unknown."""
+        """Return the pass over a loader whose batch is about to be trained on; None if unknown."""
         if self.is_pipeline:
             return None
         passes = _without_looks(self._reads)
@@ -342,8 +343,8 @@ class DataPosition:
         """
         passes, self._reads = self._reads, []
         if not training:
-            # The last pass was read for an evaluation. A batch that was read before it, for
-            # training, is still to be trained on.
+            # The last pass over a loader was read by an evaluation. A batch that was read before
+            # the evaluation, for training, is still to be trained on.
             evaluated = passes[-1] if passes and passes[-1] is not self._pass else None
             self._reads = list(
                 dict.fromkeys(reader for reader in passes if reader is not evaluated)
@@ -405,7 +406,7 @@ class DataPosition:
         return found | LOADERS.positions(self._upcoming, self._begins)
 
     def _position_of(self, trained: LoaderIterator) -> Position:
-        """Return the position in the pass that is trained on, before the batch that is read
+        """Return the position, in the pass that training reads, before the batch that is read
         next."""
         if isinstance(self._upcoming, LoaderIterator) and self._upcoming.loader is trained.loader:
             return self._upcoming.position()

@@ -44,7 +44,7 @@ class TrackedLoader(ABC, Generic[R]):
         # The pass that was begun last. It may not be the one used for training: a script may begin
         # a pass only to look at one batch.
         self._begun: R | None = None
-        self._followed: R | None = None  # The pass that was trained on last
+        self._followed: R | None = None  # The pass over the loader that training used last
 
     @property
     def _pass(self) -> R | None:

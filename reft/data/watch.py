@@ -87,7 +87,7 @@ class ResumePhase:
     ) -> None:
         self._begins = begins
         self._position = position
-        # Passes from which a batch was read in this phase
+        # Passes over loaders from which a batch was read in this phase
         self._placed: list[LoaderIterator] = []
         self._rng = rng
         self._is_training = is_training
@@ -95,7 +95,8 @@ class ResumePhase:
         self._at_end = position is not None and (position.complete or position.evaluates)
 
     def _concerns(self, loader: Any) -> bool:
-        """Return whether training may read this loader; an evaluation draws its own numbers."""
+        """Return whether training may read this loader. An evaluation's loader may draw random
+        numbers of its own."""
         return self._is_training() if self._position is None else self._position.fits(loader)
 
     def begin(self, loader: Any, watch: LoaderHook) -> LoaderIterator:

@@ -179,8 +179,8 @@ class EngineState:
         return self._images
 
     def _sections(self, written: frozenset[str]) -> tuple[SectionImage, SectionImage]:
-        """Return the replicated and the owned section. Copies made now stand for the tensors in
-        ``written``, which the script or a step writes while the version is copied."""
+        """Return the replicated and the owned section. They contain copies, made now, of the
+        tensors in ``written``, which the script or a step writes while the version is copied."""
         sections = self.adapter.images()
         self._copies = []
         if written:

@@ -275,7 +275,7 @@ class Restorer:
         except DamagedError as error:
             raise damaged(found, [str(error)]) from error
 
-    # -- all of them -------------------------------------------------------------------------------
+    # -- all loads ---------------------------------------------------------------------------------
 
     def _load_first_sound(
         self, call: LoadCall, checkpoints: Iterable[DiskCheckpoint]

@@ -1,4 +1,5 @@
-"""Loads one checkpoint on storage into an engine: reft's arenas, or DeepSpeed's own files."""
+"""Loads one checkpoint on storage into an engine: reft's arenas (files as in the job's memory), or
+DeepSpeed's own files."""
 
 from __future__ import annotations
 

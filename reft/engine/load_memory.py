@@ -67,7 +67,7 @@ class RestorableSession(Protocol):
 
 
 class Target:
-    """Writes a version from arenas into the engine.
+    """Writes a version from arenas (the files of the job's memory) into the engine.
 
     Args:
         context: the job.

@@ -40,7 +40,7 @@ class TrainingEngine(Protocol):
 
     @property
     def data(self) -> DataPosition | None:
-        """The position in the data; None if the program tracks it."""
+        """The position in the data; None if the program tracks the position itself."""
 
     @property
     def resizing(self) -> LayoutChange | None:

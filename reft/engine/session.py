@@ -281,7 +281,8 @@ class Session:
 
     @property
     def tolerance(self) -> int:
-        """Number of node losses that every sharding group survives, by the real placement (P4)."""
+        """Number of node losses that every sharding group survives, computed from the real
+        placement (P4)."""
         return self.protection.record.tolerance
 
     # -- what the script may change ----------------------------------------------------------------

@@ -100,7 +100,7 @@ class StopController:
     # -- the request -------------------------------------------------------------------------------
 
     def install(self, session: StoppableSession, worker: SnapshotWorker) -> str | None:
-        """Install handlers for SIGTERM and SIGINT, which only the main thread can.
+        """Install handlers for SIGTERM and SIGINT. Python allows that only in the main thread.
 
         Returns:
             A warning if this is not the main thread; otherwise None.

@@ -85,5 +85,6 @@ class AgreedRates(VersionFeature):
         return None
 
     def rejoined(self) -> None:
-        """Take a version in every step until the ranks have voted again."""
+        """Called after the ranks have reconnected: take a version in every step until they have
+        voted again."""
         self._interval = (0, 1, 1)

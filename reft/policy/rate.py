@@ -455,7 +455,7 @@ class OverheadEstimator:
         return Cost(fmean(kept), error, plain, len(ordered))
 
     def forget(self) -> None:
-        """Discard the measured differences and begin a new window."""
+        """Discard the measured differences and begin a new observation window."""
         self._differences.clear()
 
 
@@ -611,8 +611,8 @@ class IntervalController:
         return wanted
 
     def _observe(self, seen: Cost | None) -> None:
-        """Evaluate the window if it has enough measurements; measure again if steps became
-        slower."""
+        """Evaluate the observation window if it has enough measurements; measure again if steps
+        became slower."""
         assert self.rate is not None
         if seen is not None and seen.pairs >= self._least_pairs:
             sure = self._max_overhead * self.rate.interval_steps * seen.plain_secs / _SURE
@@ -631,7 +631,8 @@ class IntervalController:
             self._pairs.forget()
 
     def _judge(self, seen: Cost) -> None:
-        """Evaluate one window. An overhead that may be noise does not lengthen the interval."""
+        """Evaluate one observation window. An overhead that may be noise does not lengthen the
+        interval."""
         assert self.rate is not None
         plain, arrival = seen.plain_secs, self._usual_arrival_secs()
         allowed = self._max_overhead * self.rate.interval_steps * plain

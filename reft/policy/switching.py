@@ -206,7 +206,8 @@ class ActiveProtection:
         return self.heard_order > self.order
 
     def targets(self, levels: int) -> Sequence[int]:
-        """Return the levels to try in order, until all ranks can reserve one.
+        """Return the levels (positions in the ladder of ever cheaper protections) to try in order,
+        until all ranks can reserve the arenas of one.
 
         A move up has a single target. A move down may skip levels that cannot be reserved.
         """
@@ -239,7 +240,8 @@ class ActiveProtection:
 
 
 class RequestPoll:
-    """Reads this node's newest request. A call costs one ``stat`` if the file is unchanged."""
+    """Reads this node's newest request for another protection. A call costs one ``stat`` if the
+    file is unchanged."""
 
     def __init__(self, job_dir: Path) -> None:
         self._path = job_dir / REQUEST_FILE
@@ -377,8 +379,8 @@ class SchemeSwitch(SchemePolicy):
         return self._wanted_level
 
     def _growth(self, layout: GroupLayout) -> int:
-        """Return the number of bytes that this node needs for the next level up, estimated from
-        this rank's share.
+        """Return the number of additional bytes that this node needs for the next stronger level,
+        estimated from this rank's share.
         """
         level = self._ladder[self.in_force.level - 1]
         if self._above is None:
@@ -408,7 +410,7 @@ class SchemeSwitch(SchemePolicy):
         self._above = None
 
     def fit(self, label: VersionId, layout: GroupLayout) -> GroupLayout:
-        """Choose the level for a new layout, without reserving memory. Collective.
+        """Choose the protection level for a new layout, without reserving memory. Collective.
 
         Args:
             label: the version that has the new layout.
@@ -489,7 +491,8 @@ class SchemeSwitch(SchemePolicy):
         return new or layout
 
     def _change_level(self, label: VersionId, layout: GroupLayout) -> GroupLayout:
-        """Move down, skipping levels whose arenas cannot be reserved, or move up by one level."""
+        """Move down to a cheaper level, skipping those whose arenas cannot be reserved, or up to
+        the next stronger one."""
         down = self.in_force.heard_level > self.in_force.level
         degraded = self.record.degraded
         why = self._why_short(layout) if down else degraded.cause if degraded is not None else None

@@ -156,9 +156,9 @@ class StageProfile:
     usable_secs: Percentiles  # Idle time outside of the optimizer step, which copies can use
     snapshot_bytes: int  # Bytes that one rank copies from its device per version; 0 if unknown
     windows: tuple[MeasuredWindow, ...]  # Windows in the order of the instructions
-    # Means per rank and step: bytes copied by tier (0: while training waited at the fence), and
-    # seconds of copying by what the device did at the same time.
+    # Bytes copied by tier (0: while training waited at the fence); means per rank and step
     copied: dict[int, float]
+    # Seconds of copying by what the device did at the same time; means per rank and step
     copying_secs: dict[Overlap, float]
 
     @property

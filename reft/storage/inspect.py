@@ -31,7 +31,7 @@ BadBlock = tuple[str, str, BlockKey]
 
 @dataclass(frozen=True)
 class ArenaReport:
-    """The state of one arena file."""
+    """The state of one arena, a file in the job's memory that holds a rank's part of a version."""
 
     node: str  # Node that holds the file
     path: Path

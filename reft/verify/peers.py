@@ -50,7 +50,8 @@ class PeerCheck(VersionFeature):
             so that each block is compared once in :data:`TURNS` versions; False to compare all
             of them.
         block_bytes: size of a block.
-        chunk_bytes: number of bytes that are hashed on the host for each permit from the gate.
+        chunk_bytes: number of bytes that are hashed on the host for each permit from the gate,
+            which lets copies run.
         on_difference: what happens if peers differ. ``report`` discards the version and training
             continues; ``stop`` ends the job; ``rollback`` restarts the job from the newest
             committed version.
@@ -221,8 +222,8 @@ class PeerCheck(VersionFeature):
         return shortened(t.name for b in blocks for t in image.tensors_at(b * size, (b + 1) * size))
 
     def rejoined(self) -> None:
-        """Let the step determine the turn again, because some ranks may have missed the last
-        vote's result."""
+        """Called after the ranks have reconnected: let the version's step select the blocks again,
+        because some ranks may have missed the last vote's result."""
         self._turn, self._differing = None, frozenset()
 
 

@@ -267,9 +267,9 @@ class DemoJob:
         self._name, self._count = f"demo-{name}", options.pp * options.dp
         # Events that nodes write after the first step of each start, about the recovery before it
         self._recovered: list[dict[str, Any]] = []
-        # As rank 0 reports: steps of which a version was committed, and number of skipped versions
+        # Steps of which a version was committed, as rank 0 reports them
         self._committed = set[int]()
-        self._skipped = 0
+        self._skipped = 0  # Number of skipped versions, as rank 0 reports it
         # Events in which ranks report what they have restored since the last failure
         self._restored: list[dict[str, Any]] = []
         self._states: dict[str, str] = {}  # States of the launchers, by node
