@@ -60,7 +60,7 @@ def write_durably(path: Path, data: bytes) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Flush a directory's entries to storage, so that renames in it survive a crash."""
+    """Flush a directory's entries to storage, so that renames in the directory survive a crash."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

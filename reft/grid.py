@@ -291,8 +291,8 @@ def given_up(labels: Iterable[VersionId]) -> dict[VersionId, VersionId]:
 class Resize:
     """A change of the number of replicas, and the source of each new replica's host state."""
 
-    old: int  # Number of replicas before
-    new: int  # Number of replicas after
+    old: int  # Number of replicas before the change
+    new: int  # Number of replicas after the change
 
     def host_from(self, dp: int) -> int:
         """Return the old replica whose host state the new replica ``dp`` takes.

@@ -199,8 +199,8 @@ class TrainingProgram:
 
     def train_step(self, original: Function, *args: Any, **kwargs: Any) -> Any:
         if self._protection is not None:
-            # Do this before the program saves the random states, from which it may repeat a
-            # step.
+            # Begin the step before the program saves the random states, because it may repeat a
+            # step from them.
             self._protection.begin_step()
         return original(*args, **kwargs)
 

@@ -241,7 +241,7 @@ def block_findings(block: ReftConfig, *, for_megatron: bool = False) -> Iterator
 
     Args:
         block: the ``reft`` block.
-        for_megatron: whether the job trains with Megatron-LM, which writes checkpoints by itself.
+        for_megatron: whether the job trains with Megatron-LM, which writes its checkpoints itself.
     """
     warning = partial(Finding, Severity.WARNING)
     if not block.enabled:
@@ -762,7 +762,7 @@ def _reads_step(node: ast.AST) -> bool:
 
 # -- Releases of DeepSpeed: checkpoints that each of them cannot load, and versions of torch with
 # which reft was tested. docs/support.md contains this table, and the pages on clusters must agree
-# with it.
+# with this table.
 
 ZERO1_FP32 = 'ZeRO-1 with "grad_accum_dtype": "fp32"'
 ZERO0 = "ZeRO-0"
@@ -802,7 +802,8 @@ def release(deepspeed: str) -> Releases | None:
 
 
 def unloadable(config: Mapping[str, Any], deepspeed: str) -> str | None:
-    """Return the configured kind of engine if DeepSpeed cannot load its own checkpoints of it.
+    """Return the configured kind of engine if DeepSpeed saves checkpoints of it that it cannot
+    load.
 
     Args:
         config: DeepSpeed's configuration. It does not show whether the script uses a pipeline, so

@@ -72,7 +72,8 @@ def start_findings(start: StartFacts) -> Iterator[Finding]:
     meant = config.allow_unprotected or config.variant is Variant.NONE or record.ordered
     meant = meant or (record.scheme == "none" and "tolerance" not in config.model_fields_set)
     shortfall = _shortfall(start)
-    # Refuse a first start only: no progress is lost by that. An automatic restart must go on.
+    # Refuse only a first start, because no progress is lost then. An automatic restart must
+    # continue.
     if record.tolerance < config.tolerance and several and not (meant or start.restarted):
         yield Finding(
             Severity.REFUSED,
@@ -156,7 +157,7 @@ def explain_inexact(recipe: AdamRecipe, *, seen_exact: bool = True) -> str | Non
 
 
 def describe_missing(persists: bool) -> str | None:
-    """Describe what a job lacks that ``reft launch`` did not start (P12); None if it did.
+    """If ``reft launch`` did not start this job, describe what the job lacks (P12); otherwise None.
 
     Args:
         persists: whether checkpoints on storage are configured.

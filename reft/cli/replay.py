@@ -1,4 +1,5 @@
-"""``reft replay``: repeats the last step of a stopped job, and compares the result with its memory.
+"""``reft replay``: repeats the last step of a stopped job, and compares the result with the job's
+memory.
 
 If peers were found to differ, it shows which of them hold a wrong state.
 """

@@ -219,8 +219,8 @@ class Loader(TrackedLoader[Progress]):
         return restored or (JobPosition() if reader is None else reader.began)
 
     def read_from(self, at: JobPosition) -> tuple[Iterator[Any], ConsumedSamples]:
-        """Begin to read a pass from ``at``. Return torch's iterator, and the record of the
-        samples given to it."""
+        """Begin to read a pass from ``at``. Return torch's iterator, and the record of the samples
+        that the iterator was given."""
         taken = self._batches.begin_at(at, self.replica, self._loads)
         return raw_iterator(self.inner), taken
 
@@ -402,7 +402,7 @@ class ReadAhead:
             number += 1
 
     def _read(self) -> _Batch:
-        """Read a micro-batch; an error that the data set raises is returned in it.
+        """Read a micro-batch. If the data set raises an error, the result contains that error.
 
         Raises:
             StopIteration: the pass has ended.

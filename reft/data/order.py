@@ -198,7 +198,7 @@ class EpochPartition:
         return JobPosition(at.epoch, at.consumed + self.next(at))
 
     def next_pass(self, at: JobPosition) -> JobPosition:
-        """Return the position at which the pass after that of ``at`` begins.
+        """Return the position at which the next pass begins, after the pass that contains ``at``.
 
         If the script has left a pass before its end, the rest of that pass is dropped.
         """
@@ -283,15 +283,15 @@ def job_store(replicas: int) -> Any:
 
 
 def readers(replicas: int) -> int:
-    """Return the number of processes that read the samples of ``replicas``: the world size of
-    torch.distributed.
+    """Return how many processes read the samples that this number of replicas shares: the world
+    size of torch.distributed.
     """
     return max(replicas, process()[1])
 
 
 def explain_refusal(loader: str, why_equal: str | None) -> str | None:
-    """Return why ``order="dynamic"`` is refused, which is so if replicas need the same number of
-    micro-batches; otherwise None."""
+    """If replicas need the same number of micro-batches, return why ``order="dynamic"`` is refused;
+    otherwise None."""
     return why_equal and (
         f'{loader} has order="dynamic", in which replicas train on unequal numbers of '
         f'micro-batches, but {why_equal}. Leave order="dynamic" and step_samples out'

@@ -478,7 +478,7 @@ def finish_pass(loader: Any, position: Position) -> None:
         return
     before = capture_samplers(loader)
     if position.complete or not reads_lazily(loader):
-        # Workers are given more batches than are taken; for a short evaluation, all of them.
+        # Workers were given more batches than were taken; for a short evaluation, all batches.
         for _ in positioned(loader, position, position.length):
             pass
     else:
@@ -506,7 +506,7 @@ def is_within(loader: Any) -> bool | None:
     )
 
 
-# Attribute of a replaced ``__iter__`` that holds the class's original
+# Name of an attribute of a replaced ``__iter__``, which holds the class's original method
 ORIGINAL = "_reft_original"
 
 

@@ -415,8 +415,8 @@ class DataPosition:
         return trained.position()
 
     def _count_up(self) -> None:
-        """Update whether the position is known, which requires that every micro-batch since the
-        last version was one batch of the same loader."""
+        """Determine again whether the position is known. It is known only if every micro-batch
+        since the last version was one batch of the same loader."""
         if self._micro_batches:
             if not (self._batches or self._pass is None or self.left_to_program):
                 self._unread = True

@@ -220,7 +220,7 @@ class ResumableLoader(TrackedLoader[LoaderIterator]):
                 if again := self._moved:
                     break
             if restored is not None and restored.complete and not taken:
-                shard.iteration += 1  # Accelerate does not count a pass without batches
+                shard.iteration += 1  # Accelerate does not increment it in a pass without batches
 
     def _begin(self, loader: Any) -> LoaderIterator:
         restored = self._resume_position()

@@ -131,7 +131,8 @@ class ResumePhase:
         if not self._concerns(reader.loader):
             return
         if reader.resume_phase is not self and reader.taken == 0:
-            # The pass was begun before the version was loaded.
+            # The script began this pass before the version was loaded: continue as the version's
+            # pass.
             reader.adopt(self.begin(reader.loader, watch))
         if self._position is not None:
             restore_items(reader.loader, self._position)

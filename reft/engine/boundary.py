@@ -105,8 +105,8 @@ class StepBoundary:
             self._is_marked = True
 
     def begins_pass(self) -> None:
-        """Capture a candidate before a pass over a loader begins and draws its first random
-        numbers."""
+        """Capture the host state as a candidate before a pass over a loader begins and draws its
+        first random numbers."""
         if self._open and not self._is_marked:
             self._candidates.append(_Candidate(None, self._encoded()))
 
@@ -116,7 +116,8 @@ class StepBoundary:
             self._candidates[-1].read = read
 
     def before_read(self, read: object) -> None:
-        """Capture a candidate before a batch is read, once for each pass over a loader.
+        """Capture the host state as a candidate before a batch is read, once for each pass over a
+        loader.
 
         Args:
             read: the pass over the loader that the batch is read in.

@@ -129,7 +129,8 @@ class DeepSpeedEngine:
 
 
 def _hyperparameters(optimizer: Any) -> Iterator[tuple[str, Fact]]:
-    """Yield settings of an optimizer that the script created itself, for each parameter group."""
+    """Yield the settings, for each parameter group, of an optimizer that was created by the
+    script."""
     inner = optimizer
     while isinstance(getattr(inner, "optimizer", None), torch.optim.Optimizer):
         inner = inner.optimizer

@@ -195,7 +195,8 @@ def stored_participant(context: JobContext, version: Path, job_id: str) -> Parti
     the version.
 
     All nodes can read all arenas, so the reads are divided: a node reads the arenas of its own
-    ranks and, if the layout was another one, a share of those that belong to no present rank.
+    ranks and, if the version has another layout, a share of the arenas that belong to no present
+    rank.
     """
     topology, node = context.topology, context.node
     nodes = sorted(set(topology.nodes))

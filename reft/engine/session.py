@@ -239,7 +239,8 @@ class Session:
             recipe=None if gradients is None else gradients.recipe,
             declared_on_one_host=declared_together,
         )
-        # Warnings must not make an automatic restart fail, which may be on fewer nodes.
+        # Warnings must not make an automatic restart fail: it may be on fewer nodes than the first
+        # start.
         context.report(start_findings(start), strict=not restarted)
         if is_dry_run():
             end_dry_run(start, context.engine.name)

@@ -1,4 +1,5 @@
-"""Stops a job on request: agrees on the last step of all ranks, and saves a version of it."""
+"""Stops a job on request: agrees on the last step of all ranks, and saves a version of that
+step."""
 
 from __future__ import annotations
 

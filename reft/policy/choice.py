@@ -314,7 +314,7 @@ def try_device(
         if parities and not _parities_alike(device):
             found.to_change.append('parities differ from a host\'s: write "protection": "arc"')
         found.adam_is_exact, found.adam_parameters_per_sec = _try_adam(device)
-    except Exception as error:  # P6: errors become advice
+    except Exception as error:  # P6: a failed test must not end training; report it as advice
         found.to_change.append(
             f"the device could not be tried out ({type(error).__name__}: {error})"
         )

@@ -77,7 +77,8 @@ class ChoiceInputs:
 
     @property
     def recomputable(self) -> bool:
-        """Whether peers can recompute a partition; at ZeRO-3 they lack the weights for it."""
+        """Whether peers can recompute a partition. At ZeRO-3 they cannot, because they lack the
+        weights."""
         return self.owns and any(s.replicated_bytes for s in self.sections)
 
 

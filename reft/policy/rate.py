@@ -175,8 +175,8 @@ def best_interval_secs(cost_secs: float, mtbf_secs: float) -> float:
         raise ConfigError(
             f"found a cost of {cost_secs} s and an MTBF of {mtbf_secs} s; expected more than 0"
         )
-    # For such small costs 1 - t/M has no significant digits left, and Young's formula is more
-    # accurate.
+    # For such small costs, 1 - t/M (interval t, mean time M between failures) has no significant
+    # digits left, and Young's formula is more accurate.
     if cost_secs < _SHORT * mtbf_secs:
         return sqrt(2 * cost_secs * mtbf_secs)
     cost, low, high = cost_secs / mtbf_secs, 0.0, 1.0
@@ -595,7 +595,7 @@ class IntervalController:
             elif seen is not None and (
                 self._pairs.count >= _PROFILE_PAIRS or self._steps >= _PROFILE_STEPS
             ):
-                # Enough measurements for Algorithm 1
+                # There are enough measurements for CheckFreq's Algorithm 1
                 self.rate = Rate(self._bounded(1))
                 self._judge(seen)
             wanted = self._gap()

@@ -182,9 +182,9 @@ class ActiveProtection:
     """The protection in force on one rank, and what votes have requested since."""
 
     order: int = 0  # Number of the last request that was carried out or refused
-    level: int = 0  # Level in force; 0 is the requested protection
+    level: int = 0  # Level of the ladder in force; 0 is the requested protection
     heard_order: int = 0  # Number of the newest request in any vote's result
-    heard_level: int = 0  # Level in the last vote's result
+    heard_level: int = 0  # Level of the ladder that the last vote agreed on
 
     def heard(self, order: int, level: int) -> ActiveProtection:
         """Return a copy with a vote's result, which is the same on all ranks."""
@@ -218,7 +218,7 @@ class ActiveProtection:
         )
 
     def moves(self, failed: Sequence[bool]) -> bool:
-        """Return whether the ranks change to the new level, which all of them do or none.
+        """Return whether the ranks change to the new level. Either all ranks change, or none.
 
         Args:
             failed: for each rank, whether it could not reserve its arenas.
@@ -226,11 +226,11 @@ class ActiveProtection:
         return not any(failed)
 
     def followed(self, order: int) -> ActiveProtection:
-        """Return a copy after a request was carried out or refused."""
+        """Return a copy which records that a request was carried out or refused."""
         return replace(self, order=order, heard_order=order)
 
     def now_on(self, level: int) -> ActiveProtection:
-        """Return a copy after all ranks have changed to this level."""
+        """Return a copy which records that all ranks have changed to this level."""
         return replace(self, level=level, heard_level=level)
 
     def resync(self, order: int, levels: int) -> ActiveProtection:

@@ -101,7 +101,7 @@ def estimate(ours: Sequence[Span], theirs: Sequence[Span], clock: int = 0) -> Cl
 
     Args:
         ours: begin and end of each call that exchanged bytes, by rank 0's clock.
-        theirs: the same calls by the peer's clock.
+        theirs: begin and end of the same calls, by the peer's clock.
         clock: number of the peer's clock.
     """
     low = max(t0 - s1 for (t0, _), (_, s1) in zip(ours, theirs, strict=True))

@@ -97,7 +97,7 @@ def _fit(stage: StageProfile, bandwidth: float | None) -> str:
 
 
 def verdict(result: ProfileResult) -> str:
-    """Return one line that says whether snapshots slow this job down. Percentages in it are
+    """Return one line that says whether snapshots slow this job down. Percentages in the line are
     fractions of the copying time."""
     if not any(stage.copied_bytes for stage in result.stages):
         return "No snapshots ran in the profiled steps"

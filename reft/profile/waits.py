@@ -100,7 +100,7 @@ def _split_transfers(ranks: Sequence[RankTraces], stages: int) -> tuple[Ready, f
                 place = rank.rank, number, index
                 calls[place], transfers[place] = call, transferred
     secs = {place: call.end_secs - call.begin_secs for place, call in calls.items()}
-    # Calls of one kind move the same bytes.
+    # Group the calls by kind, because calls of one kind move the same number of bytes.
     kinds = {}
     for place, transferred in transfers.items():
         names = tuple(sorted(record.name for record in transferred))
@@ -146,7 +146,7 @@ def _find_transfers(
     since the last commit.
 
     Yields:
-        Index, call, and the sends and receives that the call carries out.
+        Index of the call in the step, the call, and the sends and receives that it carries out.
     """
     commits = any(i.name.startswith("CommitP2P") for i in instructions)
     queued: list[InstructionRecord] = []

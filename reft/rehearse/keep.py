@@ -28,8 +28,8 @@ SAVED = "saved"
 """Name of the directory for redirected checkpoints, next to the directories of the runs. All runs
 share it, because programs keep paths of checkpoints in their state."""
 MADE = "made"
-"""Name of a file next to that directory: it lists the files that the script has created, one path
-per line."""
+"""Name of a file next to the directory :data:`SAVED`: it lists the files that the script has
+created, one path per line."""
 _WRITES = os.O_WRONLY | os.O_RDWR
 
 Function = Callable[..., Any]

@@ -399,7 +399,7 @@ class _PerStepValues:
 
 
 def _positions(engine: Any) -> dict[int, tuple[int, int]]:
-    """Return the group and the position in it of each parameter, by the parameter's number in
+    """Return each parameter's group, and its position in the group, by the parameter's number in
     ``Optimizer.state_dict``."""
     numbers: dict[int, tuple[int, int]] = {}
     seen: set[int] = set()

@@ -139,7 +139,8 @@ def find_on_disk(load_dir: Path | None, persist_dir: Path | None, job_id: str) -
         if load_dir is not None:
             own = _latest(load_dir, job_id, problems)
             if own is not None and own.files is not None and own.job_id is not None:
-                # Written by reft: older checkpoints next to it can be used if it is damaged.
+                # reft wrote this checkpoint: if it is damaged, the older ones next to it can be
+                # used.
                 infos, bad = find_markers(load_dir, own.job_id)
                 known = {own.path.resolve(), *(c.path.resolve() for c in persisted)}
                 persisted += [

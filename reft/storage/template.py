@@ -164,8 +164,8 @@ class TemplateBuilder:
 class Rebuilder:
     """Fills template nodes with the bytes and the host state of one version.
 
-    Tensors at the same place share memory, as in DeepSpeed's files. No other memory is shared, so
-    ``torch.save`` writes exactly the bytes of each tensor.
+    Tensors at the same place of an image share memory, as in DeepSpeed's files. No other memory is
+    shared, so ``torch.save`` writes exactly the bytes of each tensor.
     """
 
     def __init__(self, read: ReadSection, host_state: HostState) -> None:

@@ -52,7 +52,7 @@ _LOG_LINES = 25
 _MEMORY_DIR = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
 
 Say = Callable[[str, str], None]  # Function that prints a line in a style
-Losses = dict[int, list[str]]  # Losses of each step as ``float.hex``, one per computation of it
+Losses = dict[int, list[str]]  # Losses of each step as ``float.hex``, one for each time it ran
 
 
 class NodeFailure(NamedTuple):

@@ -57,7 +57,8 @@ class Cluster(BaseModel):
     devices_per_host_link: PositiveInt  # Devices that share a host link when all of them copy
     network_bytes_per_sec: PositiveFloat  # Network bandwidth of a whole node, one way
     network_over_host_link: bool = True  # Whether network traffic of a device uses its host link
-    # Whether network traffic is staged in host memory, so that it uses the shared part of the link
+    # Whether network traffic is staged in host memory, so that it uses the part of the host link
+    # that devices share
     network_through_host: bool = False
     host_memory_bytes: PositiveInt  # Host memory of a node
     failures: tuple[FailureRate, ...] = Field(min_length=1)  # Causes of node failures

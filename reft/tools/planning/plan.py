@@ -80,8 +80,8 @@ def make_plan(
     pace = estimated_pace(training)
     if profile is not None:
         share = block.has.compute_share
-        # Use the default of a running job. That depends on free cores of the hosts, too, which
-        # are unknown here.
+        # Use the default of a running job. The default also depends on free cores of the hosts,
+        # which are unknown here.
         if share is None:
             share = 1.0 if profile.clock == "device" else 0.0
         pace = measured_pace(profile, training, share)
