@@ -164,7 +164,7 @@ class PeerOptimizers(VersionFeature):
         replica = self._replica(member, tensors, step, base)
         gradients = _views(writer.gradients(member), images.gradients[member])
         record = step.record
-        # The factor was copied from the device with the gradients
+        # Use the unscaling factor that was copied from the device with the gradients
         if "multiplier" in gradients and not record.skipped:
             record = replace(record, multiplier=float(gradients["multiplier"][0]))
         # This mode is set per thread. Denormals must be treated as in the training thread.

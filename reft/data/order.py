@@ -146,13 +146,13 @@ class SampleOrder:
 class EpochPartition:
     """Divides the ``size`` samples of an epoch among ``dp_size`` replicas.
 
-    A micro-batch takes ``batch_size * dp_size`` consecutive samples. The last micro-batch of a
-    pass is smaller, with its samples spread as evenly as possible, or is dropped if
-    ``drop_last``. Every replica has a sample in every micro-batch, so all replicas have the same
-    number of micro-batches. If the last micro-batch has fewer samples than there are replicas,
-    the one before it gives up some of its own. If that is impossible (batches of one sample, or
-    a degree that has grown within the last micro-batch), the remaining samples are read with the
-    first micro-batch of the next pass.
+    A micro-batch takes ``batch_size * dp_size`` consecutive samples. The last micro-batch of a pass
+    is smaller, with its samples spread as evenly as possible, or is dropped if ``drop_last``. Every
+    replica has a sample in every micro-batch, so all replicas have the same number of
+    micro-batches. If the last micro-batch has fewer samples than there are replicas, the
+    micro-batch before it gives up some of its samples. If that is impossible (batches of one
+    sample, or a degree that has grown within the last micro-batch), the remaining samples are read
+    with the first micro-batch of the next pass.
     """
 
     size: int

@@ -117,8 +117,8 @@ class Position:
         renewed: True if beginning the pass drew no random numbers after ``start``, because the
             loader's persistent workers had read an earlier pass, or the beginning of this pass
             was not observed.
-        ahead: random states under which the batch was read that is handed out next but was read
-            in advance; None if there is none.
+        ahead: random states under which the next batch was read, if it was read in advance and not
+            handed out yet; otherwise None.
         evaluates: True if training continues with a new pass: the script was about to begin it,
             or this pass was read while no engine trained (an evaluation).
         dealt: how the replicas share the pass, as fields of :class:`DistributedPass`; None if
@@ -274,7 +274,8 @@ class LoaderIterator(PassReader):
         start: random states under which the pass was begun.
         watch: the loader hook, which receives the reads.
         adopted: True if the beginning of the pass was not observed.
-        renewed: see :class:`Position`.
+        renewed: True if beginning the pass drew no random numbers after ``start``, as in
+            :class:`Position`.
 
     Attributes:
         uses_training_rng: whether the pass was begun under the random states of training.

@@ -111,7 +111,8 @@ class StepBoundary:
             self._candidates.append(_Candidate(None, self._encoded()))
 
     def began_pass(self, read: object) -> None:
-        """Store ``read``, which identifies the pass that has begun, in the pass's candidate."""
+        """Store ``read``, which identifies the pass that has begun, in the candidate that was
+        captured right before the pass began."""
         if self._candidates and self._candidates[-1].read is None:
             self._candidates[-1].read = read
 

@@ -164,7 +164,8 @@ class Identity:
         record = newest_record(job_dir, label.incarnation) if reads else None
         replies = self.control.gather_bytes(encode(record and list(record)))
         records = {(int(r[0]), str(r[1])) for data in replies if (r := decode(data)) is not None}
-        # A node that was absent lacks the records of later incarnations: use the newest one.
+        # A node that missed starts of the job lacks their records: use the newest record of all
+        # nodes.
         newest = max((number for number, _ in records), default=0)
         found = []
         for text in sorted(text for number, text in records if number == newest):

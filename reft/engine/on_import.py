@@ -57,8 +57,8 @@ class PostImportFinder(MetaPathFinder):
                 sys.meta_path.remove(self)
                 self._callback()
 
-        # Patch the loader object instead of replacing it: the real loader also finds resources
-        # and sources.
+        # Keep the real loader object and replace only this method, because other code uses the
+        # loader to find resources and sources.
         spec.loader.exec_module = execute_and_call  # type: ignore[method-assign]
         return spec
 

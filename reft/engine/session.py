@@ -563,7 +563,7 @@ class Session:
         # P2: no copy of an earlier version may read the tensors after the load has written them.
         self.worker.fence()
         # P3: change the incarnation after the fence, so that no obsolete version gets the new
-        # one.
+        # incarnation.
         self.memory.count_on(self.memory.incarnation + 1)
 
     def require_first_version(self) -> None:

@@ -278,8 +278,8 @@ def _ceil(value: float) -> int:
 # -- an interval that adapts to the observed overhead ----------------------------------------------
 
 
-# Number of consecutive observation windows with an overhead below p / 2 after which the interval
-# is shortened
+# Number of consecutive observation windows with less than half of the allowed overhead after which
+# the interval is shortened
 _CALM_WINDOWS = 3
 
 

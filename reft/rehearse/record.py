@@ -84,7 +84,7 @@ _NOT_COMPARED = ("data.pass.", "client.args.load")
 - Megatron-DeepSpeed's argument ``load``, a directory that reft sets after a restart, so that the
   program loads its counters.
 """
-_COMMIT_SECS = 3.0  # Longest wait for a commit before a kill; a hanging trainer is noticed later
+_COMMIT_SECS = 3.0  # Longest wait for a commit before a kill; hang detection takes longer
 _POLL_SECS = 0.01
 _MOST_CHARS = 60
 _MOST_ITEMS = 8

@@ -207,8 +207,8 @@ def inspect_job(job_dirs: Sequence[Path], verify: bool = False) -> JobReport:
 
 
 def inspect_stored(stored: Path, verify: bool = False) -> JobReport:
-    """Do what :func:`inspect_job` does for a job's directory in a persist directory (on
-    storage).
+    """Report on a job's directory in a persist directory (on storage), as :func:`inspect_job` does
+    on a job's memory.
 
     Raises:
         PersistError: the directory holds no version.

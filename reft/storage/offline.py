@@ -96,8 +96,8 @@ def export_stored(
     keep: int = 2,
     progress: Callable[[PersistProgress], None] = lambda progress: None,
 ) -> OfflineResult:
-    """Do what :func:`persist_offline` does with the newest intact version in a job's persist
-    directory (on storage).
+    """Write the newest intact version in a job's persist directory (on storage) as a DeepSpeed
+    checkpoint, as :func:`persist_offline` does with a version in memory.
 
     Raises:
         PersistError: there is no intact version, or the checkpoint cannot be written.
