@@ -84,7 +84,7 @@ class Inbox:
         self._refused = False  # Whether a block got no buffer because it is beyond the window
         # Guards window and buffers: the reading thread takes buffers, other threads return them.
         self._lock = threading.Lock()
-        # Wakes the reading thread, which polls its connections, when the window has moved.
+        # Wakes the reading thread, which polls its connections, when buffers have become free.
         self.wake, self._waker = socket.socketpair()
         self._waker.setblocking(False)
 
@@ -172,8 +172,8 @@ class BlockMove:
 def serving_ranks(plan: RecoveryPlan, topology: Topology) -> dict[BlockSource, int]:
     """Choose the rank that reads and sends each stored block that another node needs.
 
-    Any rank of a node can read every arena of the node. Chosen is a member of the block's sharding
-    group; among several, the one with the fewest bytes to send so far. If no member runs on the
+    Any rank of a node can read every arena of the node. A member of the block's sharding group is
+    chosen; among several, the one with the fewest bytes to send so far. If no member runs on the
     node, another rank of the node is chosen.
 
     Raises:
@@ -416,8 +416,8 @@ class _Transfer:
     def _read(self, fetch: Fetch) -> torch.Tensor:
         """Return a view of a block's stored bytes; zeros if the source is missing.
 
-        Zeros are sent so that the receiver does not wait in vain. It refuses them because of their
-        checksum.
+        Zeros are sent so that the receiver does not wait in vain. Their checksum is wrong, so the
+        receiver refuses them.
         """
         stored = self._stored.get((fetch.node, fetch.arena))
         data = (
@@ -449,7 +449,7 @@ class _Transfer:
             with self._counting:
                 self._bytes_from[fetch.reported_kind] += fetch.nbytes
         except Exception as error:
-            # Raise it only after this rank has sent all its blocks, for which peers wait.
+            # Raise the error only after this rank has sent all its blocks, for which peers wait.
             self.failure = error
 
 
