@@ -142,7 +142,7 @@ class PeerTimeout:
     def is_report_due(self, missing: Collection[str]) -> bool:
         """Whether a report on the ranks in ``missing`` is due now.
 
-        If one would be due but no rank is missing, the next one is due a second later.
+        If a report would be due but no rank is missing, the next report is due a second later.
         """
         if time.monotonic() < self._report_at:
             return False
@@ -251,7 +251,7 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None:
-        """Close all connections. Neighbours notice at once, and all other ranks through them."""
+        """Close all connections. The other ranks notice at once, and get an error."""
         ...
 
 
@@ -413,7 +413,8 @@ class ReceiveQueue:
                 if addresses[1:]:
                     del addresses[0]
                     continue
-                # Either the rank has left, or its address (such as loopback) is this host here.
+                # Either the rank has left, or its address (such as loopback) means this host when
+                # used on this host.
                 raise ConnectionRefusedError(
                     f"rank {other.rank} does not listen at {other.remote} ({error}). If other "
                     f"hosts cannot reach its host at that address, set {ENV_INTERFACE} there to "
@@ -426,7 +427,7 @@ class ReceiveQueue:
                 time.sleep(_POLL_SECS)
 
     def close(self) -> None:
-        """Accept no further connections, and close those that no call has taken."""
+        """Accept no further connections, and close those that no caller has taken."""
         with self._changed:
             self._closed = True
             for channel in self._arrived.values():
@@ -451,8 +452,8 @@ def _describe_rank(rank: int, reach: str) -> str:
 def listen_remotely() -> socket.socket:
     """Listen for other hosts on the address that torch's gloo backend would choose.
 
-    That is an address of the interface named in the environment; otherwise the first address of the
-    host's name that belongs to this machine; otherwise loopback.
+    It is an address of the network interface that the environment names; otherwise the first
+    address of the host's name that belongs to this machine; otherwise loopback.
 
     Raises:
         ConfigError: the named interface does not exist or has no address.
@@ -587,7 +588,7 @@ class Tree:
             raise
 
     def _receive(self, awaited: Collection[Channel], deadline: float) -> Iterator[bytes]:
-        """Receive one message from each of these channels, in the order of arrival.
+        """Receive one message from each of the given channels, in the order of arrival.
 
         Args:
             awaited: the channels.
@@ -627,7 +628,7 @@ class Tree:
         others: Collection[Channel],
         deadline: float,
     ) -> float:
-        """Report the missing ranks if a report is due, locally and to the ranks that wait for this.
+        """Report missing ranks if a report is due, locally and to the ranks that wait for this one.
 
         Args:
             silence: timers of the wait.
