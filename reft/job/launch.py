@@ -258,7 +258,8 @@ class Launcher:
         options = self._options
         self._prepare_environment()
         if options.warm:
-            # The trainers will have this variable, because TorchElastic sets it for them.
+            # TorchElastic sets this variable for trainers. Set it for the fork server, too, so that
+            # the modules that it imports see the same environment.
             shared = {**os.environ, "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
             self._fork_server = ForkServer(options.preload, shared)
         rendezvous = self.rendezvous = self.backend.join()

@@ -1,4 +1,4 @@
-"""Runs several launchers on this machine, each a node that can be lost: for trials of a job."""
+"""Tries a job on this machine with several launchers, each for a node that can be killed."""
 
 from __future__ import annotations
 

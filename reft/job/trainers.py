@@ -39,7 +39,7 @@ _OPTIONAL_ARGUMENTS = ("numa_options", "duplicate_stdout_filters", "duplicate_st
 
 
 class Trainers:
-    """The trainers of one node. The object is used for one round after another.
+    """The trainers of one node. One object serves all rounds.
 
     Args:
         options: options of the launcher.
@@ -109,7 +109,8 @@ class Trainers:
         local_size, world_size = len(ranks), sum(agreement.workers)
         node = (group_rank, len(agreement.members))
         # Older versions of torch put the number of restarts into the store keys under which
-        # trainers find each other. Derive it from the round, which is the same on all nodes.
+        # trainers find each other. Derive the number from the round, which is the same on all
+        # nodes.
         restarts = (agreement.round - 1, config.max_restarts)
         shared = {
             "ROLE_NAME": config.role,
@@ -155,7 +156,7 @@ class Trainers:
     def ended(self) -> dict[int, ProcessFailure] | None:
         """Return the failed trainers by local rank, empty if none failed; None while any runs.
 
-        TorchElastic, which is asked here, ends all other trainers as soon as one has failed.
+        The answer is TorchElastic's, which ends all other trainers as soon as one has failed.
         """
         result = self._context.wait(0)
         if result is None:

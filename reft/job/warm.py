@@ -352,7 +352,7 @@ def _write(start: int, end: int, texts: Sequence[str]) -> None:
 
 
 def serve(connection: socket.socket, title: ProcTitle, path: Sequence[str]) -> ForkRequest:
-    """Serve fork requests; the server itself never returns from here, only forked processes do.
+    """Serve fork requests. In the server this function never returns; in a forked process it does.
 
     When the launcher closes the connection, the server process exits.
 
@@ -458,9 +458,9 @@ def _count_threads() -> int:
 
 
 def _restart_on_variables(request: ForkRequest) -> None:
-    """Restart this trainer without preloaded imports if they have missed a variable (P1).
+    """Restart this trainer without preloaded imports if the script sets a variable too late (P1).
 
-    They have if the script sets an environment variable that libraries read at import.
+    It is too late for a variable that libraries read when they were imported.
     """
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:

@@ -107,7 +107,8 @@ def agree(infos: Mapping[str, NodeInfo], before: Agreement | None = None) -> Agr
     node_vanished = bool(last) and len(last) < last[0].size
     # Trainers that ended well caused the failure only if other ranks failed because they lost them.
     ended_early = ExitCause.ENDED in causes and ExitCause.PEER in causes
-    # An unexplained abort is a watchdog's if a node has vanished, and otherwise the script's fault.
+    # If a node has vanished, an unexplained abort was that of a communication watchdog. Otherwise
+    # it counts as the script's fault.
     is_own = ExitCause.OWN in causes
     if (ExitCause.UNCLEAR in causes or ended_early) and not node_vanished:
         is_own = True
@@ -155,7 +156,7 @@ def duplicate_nodes(infos: Mapping[str, NodeInfo]) -> list[list[str]]:
 def _refused(names: list[str], infos: Mapping[str, NodeInfo]) -> list[str]:
     """Return which of several launchers with the same node id must end.
 
-    The one that took part in the latest round keeps the id; if there is none, all must end.
+    The launcher that took part in the latest round keeps the id; if none did, all must end.
     """
     first, second, *others = sorted(names, key=lambda name: -infos[name].round)
     return [second, *others] if infos[first].round > infos[second].round else names
@@ -178,8 +179,8 @@ class Node(NamedTuple):
     # Whether the launcher took part in the last complete round and was not removed since. A member
     # keeps its place between two rounds.
     is_member: bool = False
-    leaving: bool = False  # Whether it was asked to leave the job, and has not left yet
-    info: NodeInfo | None = None  # Its report for the round that forms
+    leaving: bool = False  # Whether the launcher was asked to leave the job, and has not left yet
+    info: NodeInfo | None = None  # The launcher's report for the round that forms
     node: str = ""  # Node id
     nnodes: str = ""  # Value of ``--nnodes``; empty: unknown
 
@@ -201,17 +202,17 @@ class MembershipState:
     """The state that the nodes of a job share."""
 
     agreement: Agreement | None = None  # Agreement of the newest round; None: there was none
-    complete: bool = False  # True while that round runs, False while the next one forms
+    complete: bool = False  # True while the newest round runs, False while the next one forms
     closed: str = ""  # Why the job has ended; empty: it has not
     # Time at which the forming round stops waiting for more nodes; None: too few are present
     deadline: float | None = None
     nodes: dict[str, Node] = field(default_factory=dict)  # By launcher name
-    # Launchers of the running round that have ended: 0 if trainers ended well, otherwise the signal
-    # that stopped the launcher
+    # How each launcher of the running round ended, by launcher name: 0 if its trainers ended well,
+    # otherwise the signal that stopped it
     ends: dict[str, int] = field(default_factory=dict)
     scaling: GrantedScale | None = None  # None: as many nodes train as ``--nnodes`` allows
     sizes: Sizes | None = None  # Numbers of nodes with which the job can train; None: unknown
-    written: float = 0.0  # Time of the last write, by the clock of all times in this state
+    written: float = 0.0  # Time of the last write, by the same clock as all times in this state
 
     def with_role(self, *roles: Role) -> set[str]:
         return {name for name, node in self.nodes.items() if node.role in roles}
@@ -264,7 +265,7 @@ def decode_state(data: bytes) -> MembershipState:
     store can run code on every node (P11).
 
     Raises:
-        RendezvousStateError: ``data`` is not such a state.
+        RendezvousStateError: ``data`` is not an encoded state.
     """
     try:
         content = json.loads(data)
@@ -347,7 +348,8 @@ class JoinRequested(NamedTuple):
 
     node: str
     info: NodeInfo
-    # Whether the store has just lost that the node is a spare, and perhaps also which nodes train
+    # Whether the store has just lost its record that this node is a spare (and perhaps the list of
+    # training nodes, too)
     forgotten: bool = False
     # Whether this node is to be replaced, and no node that could replace it has waited for 5 s
     alone: bool = False
@@ -488,7 +490,7 @@ def _set(state: MembershipState, name: str, **changes: object) -> None:
 
 
 def _participants_left(state: MembershipState, rules: JobRules) -> None:
-    """Mark a running round without nodes as ended; stop the countdown of one with too few."""
+    """End a running round without nodes; stop the countdown of a forming round with too few."""
     left = len(state.participants)
     if state.complete and not left:
         state.complete = False
@@ -519,7 +521,7 @@ def _read(state: MembershipState, event: StateRead, now: float, rules: JobRules)
 
 
 def _update_members(state: MembershipState, rules: JobRules) -> None:
-    """Make the nodes of the running round members; if it is full, no other node stays one."""
+    """Make the running round's nodes members; if it is full, no other node stays a member."""
     scaling = state.scaling
     # Once nodes were asked to leave, the lowered limit applies to the next round, not to this one.
     is_notified = scaling is not None and scaling.round == state.round
@@ -545,7 +547,11 @@ def _heartbeat(state: MembershipState, event: Heartbeat, now: float, rules: JobR
 
 
 def _keep_alive(state: MembershipState, name: str, now: float, rules: JobRules) -> bool:
-    """Renew a node's sign of life if it is older than a heartbeat interval; return whether so."""
+    """Renew a node's sign of life if it is older than a heartbeat interval.
+
+    Returns:
+        Whether the sign of life was renewed.
+    """
     is_known = state.role(name) is not Role.NONE
     is_due = is_known and state.nodes[name].alive_at <= now - rules.heartbeat_secs
     if is_due:
@@ -670,7 +676,7 @@ def _note_sizes(state: MembershipState, event: SizesKnown | SizeRejected) -> Non
     if isinstance(event, SizeRejected):
         state.sizes = sizes.refusing(event.nodes)
     elif state.complete and state.round == event.round:
-        # A version was taken on this number of nodes, so it counts as refused no longer.
+        # A version was taken on this number of nodes, so the number no longer counts as refused.
         refused = tuple(number for number in sizes.refused if number != event.nodes)
         state.sizes = replace(event.sizes, refused=refused)
 
