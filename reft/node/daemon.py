@@ -290,7 +290,7 @@ class Daemon:
     def _listen(self) -> None:
         """Make the socket and the named pipe, in place of a dead daemon's; then listen.
 
-        Their modes let only this user open them.
+        Only this user may open the socket and the pipe.
         """
         path = self._job_dir.path
         for name in (SOCKET_NAME, WAKE_NAME):
@@ -359,8 +359,8 @@ class Daemon:
                 continue
             self._reports[local_rank] = report
             self.status.set_report(local_rank, report)
-            # In the first report that this daemon reads, a due version that is not the newest one
-            # is a matter of the daemon before it: ignore it.
+            # In the first report that this daemon reads, ignore a due version that is not the
+            # newest one: to write that version was the task of the daemon before this one.
             known_due = before.due if before is not None else None
             is_past = before is None and report.due != report.committed
             # Offer the due version before the newest one, which may itself not be due.
@@ -374,7 +374,7 @@ class Daemon:
                 since = report.unprotected_since
                 if before is not None and since is not None and since != before.unprotected_since:
                     # A new period without protection began. Every node has to write the first
-                    # version of that period, also a node that reads only a later report.
+                    # version of that period, even a node that reads only a later report.
                     self.persister.offer(VersionId(*since), unprotected=False)
                     self.persister.offer(VersionId(*since), unprotected=True)
                 self.persister.offer(label, unprotected=since is not None)

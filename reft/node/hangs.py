@@ -23,7 +23,7 @@ from pydantic import TypeAdapter
 from reft.node.progress import Phase, TrainerView
 from reft.node.step_clock import StepPhase, find_phase
 
-# A longest step that is shorter counts as this long: a busy machine may delay a step by seconds.
+# A trainer's longest step counts as at least this long: a busy machine may delay a step by seconds.
 MIN_STEP_SECS = 0.75
 _MAX_GAP_SECS = 2.0  # Longest counted time between two polls
 STOPPED, TRACED = "T", "t"
@@ -49,7 +49,7 @@ class TrainerActivity:
     def stalled(self) -> bool:
         """Whether the trainer has been quiet for longer than a step may take, in any phase.
 
-        Its node then reports it to the others.
+        Its node then reports the trainer to the other nodes.
         """
         return self.page.hang_factor > 0 and self.quiet_secs > step_limit_secs(self.page)
 

@@ -160,7 +160,8 @@ def _split_start(formed: float, resumed: float, times: Mapping[str, float]) -> d
     secs["transfer"] = max(0.0, resumed - since)
     if {"groups", "grouped"} <= times.keys():
         groups = secs["groups"] = max(0.0, times["grouped"] - times["groups"])
-        # The process groups are created during one of these parts: subtract their time from it.
+        # Creating the process groups counts as a part of its own, but happens during one of these
+        # parts: subtract its time there.
         for part in ("script", "engine", "joining"):
             if part in secs and times["groups"] < times[ends[part]]:
                 secs[part] = max(0.0, secs[part] - groups)

@@ -169,7 +169,7 @@ class JobStatus:
         return tolerance_now(nodes) if newest and min(newest) >= incarnation else None
 
     def close(self, why: str) -> None:
-        """Send the last report, with ``why`` the launcher ends, and stop the thread."""
+        """Send the last report and stop the thread; ``why`` says why the launcher ends."""
         self._reason = why or "ended"
         self._ending.set()
         self._wake.set()
@@ -205,7 +205,8 @@ class JobStatus:
         report = self._observe()
         if ending:
             report = report.model_copy(update={"left": True, "why": self._reason})
-            # Write the copy before the exchange, too, because the store may not answer.
+            # Write the copy of the board before the exchange, too, because the store may not
+            # answer.
             self._write_copy(report)
         try:
             self._exchange(report)

@@ -181,8 +181,8 @@ def _find_growth(
     """Find the longest series up to the last sample that grows and will fill the memory soon.
 
     Args:
-        samples: recent samples, oldest first. Tried are the whole series, its last half, its last
-            quarter, and so on.
+        samples: recent samples, oldest first. The whole series, its last half, its last quarter,
+            and so on are tried.
         earlier: samples of a longer time. A series counts as growth only if its last sample is
             larger than all of these that come before the series.
         limit_bytes: size of the memory.
@@ -237,7 +237,7 @@ def _final_level(samples: Sequence[MemorySample]) -> float:
         fmean((b.used_bytes - (a.used_bytes + c.used_bytes) / 2) ** 2 for a, b, c in triples) / 1.5
     )
     third_secs = (ended - began) / 2
-    # Error of the ratio of the two rates, as two standard deviations of each rate.
+    # Margin of error of ``ratio``, if each rate may be wrong by two standard deviations.
     noise = 4 * sqrt(3 * variance / len(samples)) / (before * third_secs)
     ratio = now / before - noise
     return inf if ratio >= 1 else late + now * third_secs * max(0.0, ratio / (1 - ratio))
@@ -325,7 +325,7 @@ class MemoryWatch:
         """
         for page in pages:
             yield f"rank {page.rank} (pid {page.pid})", private_bytes(page.pid)
-            # For example the workers of a data loader.
+            # A trainer's children use memory, too, for example the workers of a data loader.
             children = Path(f"/proc/{page.pid}/task/{page.pid}/children")
             pids: list[int] = []
             with suppress(OSError, ValueError):
@@ -353,6 +353,6 @@ def private_bytes(pid: int) -> int:
 
 
 def fullest(uses: Iterable[MemoryUse]) -> MemoryUse | None:
-    """Return that memory of the host of which the largest share is in use; None without any."""
+    """Return the fullest memory of the host, by the share in use; None if none is known."""
     known = [use for use in uses if not use.device and use.limit_bytes > 0]
     return max(known, key=lambda use: use.peak_bytes / use.limit_bytes, default=None)

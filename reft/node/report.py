@@ -54,7 +54,7 @@ class _Message(BaseModel):
         """Decode a message that :meth:`pack` has encoded.
 
         Raises:
-            ValueError: the bytes are no such message, or unpack to more than 64 MiB.
+            ValueError: the bytes are not an encoded message, or unpack to more than 64 MiB.
         """
         unpacking = zlib.decompressobj()
         try:
@@ -92,7 +92,7 @@ class NodeReport(_Message):
     node: str
     # Failure domain: the node if the user gave it an id, otherwise its host
     domain: str
-    number: int = 0  # Number of the report, higher than that of the node's previous one
+    number: int = 0  # Number of the report, higher than the number of the node's previous report
     round: int = 0  # Round of the node's trainers; 0 before the first
     spare: bool = False  # Whether the node waits until another one is lost
     signal: HealthSignal = HealthSignal.HEALTHY
@@ -101,14 +101,15 @@ class NodeReport(_Message):
     doing_since_unix_secs: float | None = None
     why: _Text = ""  # What is wrong; empty if nothing is
     step: int | None = None  # Last step that the node's trainers completed
-    steps_per_sec: float | None = None  # Mean over the last steps
+    steps_per_sec: float | None = None  # Mean speed over the last steps
     # For each rank whose arenas are on this node: its newest committed or else complete version
     shards: tuple[Shard, ...] = ()
     trainers: int = 0  # Number of running trainers
     # Number of node losses that the protection survives if no node is missing; None if unknown
     tolerance: int | None = None
     restarts: int = 0  # Restarts of the trainers after failures
-    recovery: RoundReport | None = None  # Last of these restarts, without the names of all nodes
+    # Last restart after a failure, without the names of all nodes
+    recovery: RoundReport | None = None
     warnings: _Texts = ()
     memory: tuple[MemoryUse, ...] = ()  # Use of each memory that limits the node's trainers
     runs_out: tuple[MemoryForecast, ...] = ()  # Memories that are running out, the soonest first

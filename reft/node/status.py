@@ -73,7 +73,7 @@ class StatusReader:
     def _read_board(self, now: float, running: bool) -> tuple[ReportBoard, list[str]]:
         """Return the newest board (reports of all nodes) and warnings about it.
 
-        Without launchers there is no board. Then one is made from the files of the given nodes.
+        Without launchers there is no board; a board is then made from the files of the given nodes.
         """
         board = newest_board(self.paths)
         if board is None:

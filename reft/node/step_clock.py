@@ -115,7 +115,7 @@ class StepClock:
         self._quickest = [_NONE_NANOS, _NONE_NANOS]
         self._transfers = 0
         # Nanoseconds that this thread, in phase COMPUTE, waited for a core; and the kernel's
-        # counter of such time, as of the start of that phase.
+        # counter of such waits, as read at the start of that phase.
         self._busy = self._busy_counter = 0
         # Descriptor of the file with that counter; None: not opened yet, 0: the kernel has none.
         self._schedstat: int | None = None

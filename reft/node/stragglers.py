@@ -2,10 +2,10 @@
 
 The input is the last steps of all ranks, as their nodes report them; no clock or file is read here.
 
-Only equals are compared: the data-parallel replicas of one pipeline stage and tensor slice, which
-compute the same on different data. So a stage with more work than the others is never reported, and
-a job with one replica has no stragglers. A link between two stages is compared with the same link
-of the other replicas.
+Only ranks with equal work are compared: the data-parallel replicas of one pipeline stage and tensor
+slice, which compute the same on different data. So a stage with more work than the others is never
+reported, and a job with one replica has no stragglers. A link between two stages is compared with
+the same link of the other replicas.
 
 A sequential test over the steps of a rank decides whether the rank is slow. The test value is the
 logarithm of its time over the median of its peers' times in the same step, so anything that slows
@@ -33,7 +33,7 @@ from typing import NamedTuple
 from reft.node.progress import RankSteps
 from reft.node.step_clock import StepTimes
 
-MAX_SHOWN = 64  # Largest number of ranks whose steps are shown; those that compute longest
+MAX_SHOWN = 64  # Most ranks whose steps are shown: the ones that compute longest
 STEP_PARTS = ("compute", "busy", "transfer", "wait", "other")  # Explained in RankSpeed
 _RANK_FACTOR, _LINK_FACTOR = 1.2, 2.0  # Factors of slowness that the tests look for
 _MIN_COST_SHARE = 0.01  # Smallest reported cost, as a share of the step
@@ -115,8 +115,9 @@ class SlowTest:
         self._shift = math.log(factor)
         self._last: deque[float] = deque(maxlen=_WINDOW_STEPS)  # Slowness of each step
         self._evidence = 0.0
-        # First step since the evidence was last zero, and data of the last steps since then
+        # First step since the evidence was last zero
         self._first_step: int | None = None
+        # The last steps since that step, and the total time of all steps since then
         self._stretch: deque[_StretchStep] = deque(maxlen=_WINDOW_STEPS)
         self._stretch_secs = 0.0
 
@@ -255,8 +256,8 @@ class SpeedWatch:
     def _link_secs(self, rank: _Rank, step: int) -> float:
         """Estimate the seconds of a rank's transfers with the next stage, without waiting.
 
-        The estimate is the number of transfers times the quickest one. Of the two ends'
-        measurements of that, the smaller one contains less waiting and is taken.
+        The estimate is the number of transfers times the quickest one. Both ends measure the
+        quickest transfer; the smaller measurement contains less waiting and is taken.
         """
         pp, dp, tp = rank.report.at
         following = self._ranks.get((pp + 1, dp, tp))
