@@ -98,7 +98,7 @@ _NONCE_BYTES = 16
 
 @dataclass(frozen=True)
 class EtcdSettings:
-    """How to reach a cluster."""
+    """The addresses and credentials by which a cluster is reached."""
 
     endpoints: tuple[str, ...]  # ``host:port`` of each member, at least one
     tls: bool = False

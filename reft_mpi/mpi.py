@@ -42,7 +42,7 @@ from reft.errors import ConfigError, TransferError
 # Tags of messages: a rank has left, a rank waits, list of missing ranks, bytes of an exchange
 _LEFT, _HERE, _MISSING, _BYTES = 1, 2, 3, 4
 _PIECE_BYTES = 2**20
-_PIECES_AHEAD = 2  # Number of messages with bytes in progress to and from each peer
+_PIECES_AHEAD = 2  # Most messages of an exchange that are in progress to, and from, each peer
 # Largest number of integers in one collective; longer lists take several collectives
 _WORDS = 16
 _MAX_WAKE_BYTES = 4096

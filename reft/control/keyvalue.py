@@ -400,7 +400,7 @@ class _Connection:
         self._held_names: dict[str, _HeldName] = {}
 
     def hold(self, name: str) -> None:
-        """Hold a name from now on; further calls with the same name do nothing."""
+        """Start to hold a name; further calls with the same name do nothing."""
         if name not in self._held_names:
             self._held_names[name] = _HeldName(self._connect, name)
 

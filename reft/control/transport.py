@@ -672,7 +672,7 @@ class Tree:
             channel: channel to the rank that waits for the message.
             body: the message.
             deadline: end of the attempt, on the monotonic clock.
-            others: channels to further ranks that wait for this one meanwhile.
+            others: channels to other ranks that wait for this one; they get signs of life.
         """
         starts = range(0, max(1, len(body)), PART_BYTES)
         for start in starts:

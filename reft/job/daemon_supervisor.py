@@ -134,7 +134,8 @@ class DaemonSupervisor:
         """Watch the daemon until it ends.
 
         Returns:
-            Its exit code; None if it could not be started, or if this supervisor is ending it.
+            The daemon's exit code; None if the daemon could not be started, or if this supervisor
+            is ending it.
         """
         while self._process is not None and not self._ending.wait(_CHECK_SECS):
             code = self._process.poll()

@@ -59,7 +59,7 @@ _TORCHS_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"  # TorchElastic's default
 
 
 class JobEnd(Enum):
-    """How the job ended on this node; decides what happens to its memory."""
+    """The way in which the job ended on this node; decides what happens to the job's memory."""
 
     UNFINISHED = auto()  # The job was stopped or has failed, and may be started again
     WELL = auto()  # All trainers exited without an error

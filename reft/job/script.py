@@ -71,7 +71,7 @@ STOPPED_CODES = (128 + signal.SIGTERM, 128 + signal.SIGINT)
 
 
 class ExitCause(StrEnum):
-    """Why a trainer ended."""
+    """The cause of a trainer's end."""
 
     REFUSED = "refused"
     """reft refused what the script requests, or the state that it would restore; or the script
@@ -207,7 +207,7 @@ class ExitNote:
 
 @dataclass(frozen=True)
 class WorkerExit:
-    """How one local trainer ended."""
+    """The end of one local trainer: exit code and exit note."""
 
     exit_code: int | None  # As ``Popen.returncode``: -n for signal n; None: still shutting down
     note: ExitNote | None
@@ -240,7 +240,7 @@ class WorkerExit:
 
 @dataclass(frozen=True)
 class TrainerFailure:
-    """Why a node's trainers failed, judged by those that ended before the agent ended the rest."""
+    """The cause of a node's failure, judged by the trainers that the agent did not end."""
 
     cause: ExitCause
     local_rank: int

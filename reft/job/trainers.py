@@ -29,8 +29,9 @@ from reft.job.trainer_store import deal_ranks, trainer_environ
 logger = logging.getLogger(__name__)
 
 _CONSECUTIVE_FAILURES_SECS = 1.0
-"""How long to wait for the failures that follow a first one. The trainers of a node fail one after
-another, and the one whose failure is noticed first need not be the one that failed first."""
+"""Time to wait for further failures after the first one. The trainers of a node fail one after
+another, and the one whose failure is noticed first need not be the one that failed first.
+"""
 _OWN_CAUSES = (ExitCause.REFUSED, ExitCause.OWN)
 _CLOSE_SECS = 30
 _MAX_NAMED = 10
@@ -186,7 +187,7 @@ class Trainers:
             failures: the failures that :meth:`failures` returned.
 
         Returns:
-            The failures known when the wait ends, as :meth:`failures` returns them.
+            The failures known when the wait ends, by local rank.
         """
         deadline = time.monotonic() + _CONSECUTIVE_FAILURES_SECS
         while failures and time.monotonic() < deadline:

@@ -278,7 +278,8 @@ class ForkServer:
         """Return the connection to the server, which is started again if it has died.
 
         Returns:
-            None if trainers with the environment ``env`` must start without preloaded imports.
+            The connection; None if trainers with the environment ``env`` must start without
+            preloaded imports.
         """
         code = self._process.poll()
         if code not in (None, _EX_NOT_FORKABLE) and self._starts < _MAX_STARTS:
@@ -378,8 +379,8 @@ def serve(connection: socket.socket, title: ProcTitle, path: Sequence[str]) -> F
         # kernel makes the launcher, as subreaper, its parent.
         between = os.fork()
         if between == 0:
-            # Set before the program's process exists, because other tools find that process by
-            # its command and environment.
+            # Set the title before the program's process exists, because other tools find that
+            # process by its command and environment.
             title.show(request.command(), request.env)
             between, pid = os.getpid(), os.fork()
             if pid:

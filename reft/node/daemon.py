@@ -247,7 +247,7 @@ class Daemon:
     def _is_abandoned(self) -> bool:
         """Whether no further job step of the batch system is expected.
 
-        When a job step has ended, this also starts to write its newest version to storage.
+        When a job step has ended, this method also starts to write the newest version to storage.
         """
         path = self._job_dir.path
         if not path.is_dir():

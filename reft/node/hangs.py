@@ -28,7 +28,8 @@ MIN_STEP_SECS = 0.75
 _MAX_GAP_SECS = 2.0  # Longest counted time between two polls
 STOPPED, TRACED = "T", "t"
 _STATES = {STOPPED: ", stopped", "D": ", waits in the kernel", "": ", gone", "Z": ", gone"}
-_LOADING = ("LoadMicroBatch",)  # Instructions without the limit of a step: data may come late
+# Instructions to which the limit for a step does not apply, because data may come late
+_LOADING = ("LoadMicroBatch",)
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,8 @@ def name_culprit(activities: Sequence[TrainerActivity]) -> HangDiagnosis | None:
         activities: activities of all known trainers.
 
     Returns:
-        None if the job does not hang, or waits for a rank that is still within its limit.
+        The ranks and the reason; None if the job does not hang, or waits for a rank that is still
+        within its limit.
     """
     suspects = [a for a in activities if a.suspected]
     if not suspects:

@@ -122,7 +122,7 @@ class MemoryTrend:
     def _add_coarse(self, sample: MemorySample) -> None:
         """Add a sample to the coarse series, which keeps the largest one of each stride.
 
-        When the series is too long, the stride is doubled.
+        When the series is too long, the stride (samples for each one kept) is doubled.
         """
         if self._count % self._stride:
             self._coarse[-1] = max(self._coarse[-1], sample, key=_used_bytes)
@@ -146,7 +146,7 @@ class MemoryTrend:
             steps_per_sec: speed of the job; None if unknown.
 
         Returns:
-            None if the memory is not running out.
+            The forecast; None if the memory is not running out.
         """
         if self._growth is None:
             return None
@@ -188,7 +188,8 @@ def _find_growth(
         limit_bytes: size of the memory.
 
     Returns:
-        None if no series grows, or the memory will be full only later than a forecast may look.
+        The growth; None if no series grows, or if the memory will not be full within the time that
+        a forecast looks ahead.
     """
     size = len(samples)
     while size >= _MIN_SAMPLES:

@@ -69,7 +69,8 @@ class Phase(IntEnum):
     ENDED = 8
 
 
-# Phases whose longest duration is kept on the page. The longest step is found in the ring.
+# Phases whose longest duration is kept on the page. The longest step is computed from the ring of
+# step times.
 _MEASURED = (Phase.EVALUATION, Phase.SAVING, Phase.BETWEEN)
 
 
@@ -411,7 +412,7 @@ _pages: WeakSet[ProgressPage] = WeakSet()
 def open_page(
     job_dir: Path, local_rank: int, rank: int, hang_factor: float, hang_timeout_secs: float
 ) -> ProgressPage:
-    """Make this process's page, and let a signal write stacks to a file; see ProgressPage."""
+    """Make this process's progress page, and let a signal write the process's stacks to a file."""
     page = ProgressPage(job_dir, local_rank, rank, hang_factor, hang_timeout_secs)
     _pages.add(page)
     if signal.getsignal(_STACK_SIGNAL) is signal.SIG_DFL:

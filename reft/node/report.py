@@ -99,7 +99,7 @@ class NodeReport(_Message):
     times: dict[HealthSignal, float] = {}  # Time at which each signal last began, in Unix seconds
     doing: _Text = ""  # State of the launcher, as a text for users
     doing_since_unix_secs: float | None = None
-    why: _Text = ""  # What is wrong; empty if nothing is
+    why: _Text = ""  # Text that says what is wrong; empty if nothing is wrong
     step: int | None = None  # Last step that the node's trainers completed
     steps_per_sec: float | None = None  # Mean speed over the last steps
     # For each rank whose arenas are on this node: its newest committed or else complete version
@@ -142,7 +142,8 @@ class ReportBoard(_Message):
     unix_secs: float = 0.0  # Time of the merge, by the aggregator's clock
     nodes: tuple[NodeReport, ...] = ()
     slow: tuple[Straggler, ...] = ()  # Stragglers, the costliest first
-    speeds: tuple[RankSpeed, ...] = ()  # How each rank's steps divide into computing, waiting, ...
+    # Times of each rank's steps, divided into computing, waiting, ...
+    speeds: tuple[RankSpeed, ...] = ()
     written_unix_secs: float = 0.0  # Time at which a launcher wrote this copy on its own node
     # Time since which the launcher that wrote this copy cannot reach the store; None if it can
     store_lost_unix_secs: float | None = None
@@ -158,7 +159,7 @@ def read_board(path: Path) -> ReportBoard | None:
         path: the job's memory directory on the node.
 
     Returns:
-        None if there is no copy, or it cannot be read.
+        The board; None if there is no copy, or it cannot be read.
     """
     fields = read_json(path / BOARD_FILE)
     try:

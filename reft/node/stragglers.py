@@ -80,7 +80,7 @@ class Straggler:
     factor: float  # The straggler's time over its peers' time
     cost_secs: float  # Largest time that the straggler can cost the job in every step
     cost_share: float  # The same cost as a share of the step
-    why: str  # What the straggler is slow at
+    why: str  # Text that says in which part of a step the straggler is slow
 
     def __str__(self) -> str:
         return (

@@ -97,7 +97,7 @@ class GroupStatus(NamedTuple):
 
     missing: int  # Number of gaps in the images; 0 if the group can recover the version
     gaps: tuple[str, ...]  # Descriptions of the first gaps
-    decodes: bool  # Whether lost blocks have to be decoded first
+    decodes: bool  # Whether lost blocks have to be decoded before the version is restored
 
     @classmethod
     def of(cls, sources: GroupSources) -> GroupStatus:
@@ -126,7 +126,7 @@ class Decision:
     label: VersionId
     # For every version newer than ``label``, the reason why it is not used
     rejected: tuple[str, ...]
-    decodes: bool  # Whether any group has to decode lost blocks first
+    decodes: bool  # Whether any group has to decode lost blocks before the version is restored
 
 
 def judge(

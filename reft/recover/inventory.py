@@ -119,10 +119,9 @@ OpenArenas = Mapping[tuple[str, str], Arena]  # Opened arenas by (node, file nam
 
 @dataclass(frozen=True)
 class ArenaStore:
-    """A directory of arenas that this rank can read: the job's memory on its node, or a version on
-    storage.
+    """A directory of arenas that this rank can read: its node's memory, or a version on storage.
 
-    What other nodes hold, this rank receives from its peers: inventories (:meth:`Inventory.pack`)
+    This rank receives from its peers what other nodes hold: inventories (:meth:`Inventory.pack`)
     and blocks (:mod:`reft.recover.transfer`).
     """
 
@@ -402,7 +401,7 @@ class Summary(NamedTuple):
 
     node: str
     heads: tuple[Head, ...]
-    problems: tuple[str, ...]  # Why files could not be read
+    problems: tuple[str, ...]  # Reasons why files could not be read
 
     def encode(self) -> bytes:
         """Encode with msgpack, about 40 bytes per arena."""

@@ -314,7 +314,7 @@ class NotRecoverable:
         return "\n".join(lines)
 
     def error(self) -> ReftError:
-        """Make the error to raise if there is no checkpoint on storage either."""
+        """Return the error to raise unless a checkpoint on storage can be used instead."""
         return LayoutError(str(self)) if self.layout_mismatch else UnrecoverableError(str(self))
 
 

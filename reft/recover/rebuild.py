@@ -454,7 +454,7 @@ class ArenaLayout:
 
 @dataclass(frozen=True)
 class StoreConfig:
-    """How the running job stores versions."""
+    """The way in which the running job stores versions."""
 
     scheme: str  # The active protection scheme
     # File for the new arena; None if all of this rank's slots (places for arenas) have a file

@@ -133,7 +133,7 @@ class Participant:
     def agree(self, stage: Callable[[], bool], doing: str) -> bool:
         """Run ``stage`` on every rank; return whether it returned True on any rank. Collective.
 
-        Only a few bytes are sent unless a rank fails.
+        Ranks exchange only a few bytes unless one of them fails.
 
         Args:
             stage: function that returns this rank's flag.
@@ -179,7 +179,7 @@ RecoveryStage = Callable[[], frozenset[BlockSource] | None]
 
 
 class CorruptionKind(StrEnum):
-    """Where a block is corrupt: in its arena, or only on arrival.
+    """Place where a block is corrupt: in its arena, or only on arrival.
 
     OTHER_DATA means a parity block whose bytes are intact, but which was computed from other data.
     """
@@ -417,9 +417,9 @@ class Recovery:
             Exception: ``prepare`` or ``copy`` failed on this rank.
         """
         for attempt in count(1):
-            # This loop terminates: no plan uses a source that was refused before, so every further
-            # round either refuses new sources, or has fewer lost blocks, because decoded blocks
-            # have been stored.
+            # This loop terminates: no plan uses a source that was refused before, so every
+            # repetition either refuses new sources, or has fewer lost blocks, because decoded
+            # blocks have been stored.
             found = self._found
             if not found.plans:
                 return found.refusal
@@ -441,7 +441,7 @@ class Recovery:
         """Decode blocks that no node holds, and store them, so that the next plan finds them.
 
         Collective. Corrupt sources are recorded; blocks that could not be decoded because of them
-        are decoded from other sources in a later round.
+        are decoded from other sources when the ranks plan again.
         """
         part = {group: plan.to_decode() for group, plan in self._found.plans.items()}
 
@@ -578,7 +578,7 @@ class Recovery:
         )
 
     def _ask(self, pieces: Sequence[ImageRange]) -> None:
-        """Tell the participants of each sharding group which ranges this rank needs, then plan.
+        """Send this rank's needed ranges to the participants of each sharding group, then plan.
 
         Collective. The new plans contain the blocks with the ranges that all ranks need.
         """
@@ -724,7 +724,7 @@ class Recovery:
 
 @dataclass
 class _GroupFindings:
-    """What a survey found for the sharding groups in which this rank takes part."""
+    """Findings of a survey for the sharding groups in which this rank takes part."""
 
     findings: InventorySummary  # Versions on each node, for the whole job
     # Groups in which this rank takes part, its own first, with the ranks that take part in each
@@ -738,7 +738,7 @@ class _GroupFindings:
     plans: dict[Group, RecoveryPlan] = field(default_factory=dict)
     # Plan of this rank's own group; if the version has different stages or slices, of all groups
     own: RecoveryPlan = field(init=False)
-    # Why no version can be recovered; not set if there are plans
+    # Reasons why no version can be recovered; not set if there are plans
     refusal: NotRecoverable = field(init=False)
     # Arenas on this node that hold the chosen version
     inventory: Inventory = field(default_factory=lambda: Inventory("", ()))

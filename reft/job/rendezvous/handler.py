@@ -462,7 +462,7 @@ class StoreRendezvous:
         """Return when a round with enough nodes stops waiting for replacements of lost nodes.
 
         Returns:
-            A time by the store's clock; None: the deadline of the round applies.
+            The time, by the store's clock; None: the deadline of the round applies.
         """
         if self.wait_secs is None or state.complete or state.deadline is None or not self._members:
             return None

@@ -76,7 +76,8 @@ class Agreement:
     # Number of this start of the job, greater than any that a node or the store knew before. A node
     # that still runs a smaller number was cut off and replaced, and is refused.
     incarnation: int = 1
-    failures: tuple[str, ...] = ()  # Why the last round failed, as the remaining nodes report
+    # Reasons why the last round failed, as the remaining nodes report
+    failures: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()  # Members that must end: another launcher has their node id
     rank_stride: int = 0  # Stride of the round-robin rank assignment
 
@@ -163,7 +164,7 @@ def _refused(names: list[str], infos: Mapping[str, NodeInfo]) -> list[str]:
 
 
 class Role(StrEnum):
-    """What a node does in the job."""
+    """The role of a node in the job."""
 
     NONE = ""  # Has no place in a round, or is a member whose trainers have ended
     TRAINS = "trains"  # Takes part in the running or forming round
@@ -203,7 +204,7 @@ class MembershipState:
 
     agreement: Agreement | None = None  # Agreement of the newest round; None: there was none
     complete: bool = False  # True while the newest round runs, False while the next one forms
-    closed: str = ""  # Why the job has ended; empty: it has not
+    closed: str = ""  # Reason why the job has ended; empty while it has not
     # Time at which the forming round stops waiting for more nodes; None: too few are present
     deadline: float | None = None
     nodes: dict[str, Node] = field(default_factory=dict)  # By launcher name
@@ -285,7 +286,7 @@ class JobRules:
 
     min_nodes: int  # Fewest nodes of a round
     max_nodes: int  # Most nodes of a round
-    last_call_secs: float  # How long a round with enough nodes waits for more
+    last_call_secs: float  # Time for which a round with enough nodes waits for more
     heartbeat_secs: float  # Interval between heartbeats
     max_missed_heartbeats: int  # Number of intervals without a heartbeat before a node is removed
 
