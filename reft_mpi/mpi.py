@@ -366,8 +366,8 @@ class MpiTransport:
             self._wait(start(), buffers)
             self._finished = self._calls
         except BaseException as error:
-            # After an error this rank no longer takes part in the same collectives as the
-            # others, so leave, which they notice.
+            # After an error this rank no longer takes part in the same collectives as the others,
+            # so it leaves, which the others notice.
             self.close()
             if isinstance(error, (OSError, EOFError, self._mpi.Exception)):
                 raise TransferError(f"a peer died, left or is silent ({name}): {error}") from error

@@ -85,7 +85,7 @@ class Ballot:
 
     ok: bool  # Whether the version is in order on this rank; result: on all ranks
     # Step after which this rank can stop, if it received a stop signal, else 0; result: the latest
-    # step of any rank step of any rank
+    # step of any rank
     stop_after_step: int = 0
     # Whether the shapes of this rank's state differ from the shard plan; result: whether those
     # of any rank do

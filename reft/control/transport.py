@@ -577,8 +577,8 @@ class Tree:
                 self._send(child, result, deadline, self._children[number:])
             return msgpack.unpackb(result)
         except BaseException as error:
-            # After an error this rank's messages no longer match its neighbours'. Close, so that
-            # they notice.
+            # After an error this rank's messages no longer match its neighbours'. Close the
+            # connections, so that the neighbours notice.
             self.close()
             if isinstance(error, (OSError, EOFError, AuthenticationError)):
                 raise TransferError(

@@ -87,7 +87,7 @@ class AgentCallbacks(Protocol):
         ...
 
     def failure_seen(self) -> None:
-        """Called when a trainer of this node has failed; the agent ends the others next."""
+        """Called when a trainer of this node has failed, before the agent ends the others."""
         ...
 
     def round_over(self) -> None:

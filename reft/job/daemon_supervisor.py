@@ -104,7 +104,7 @@ class DaemonSupervisor:
             began = time.monotonic()
             try:
                 # In a session of its own, the daemon does not receive the terminal's Ctrl-C. The
-                # launcher ends the daemon itself, after letting it write the newest version.
+                # launcher ends the daemon itself, after the daemon has written the newest version.
                 command = [sys.executable, "-P", "-m", "reft.node.daemon", str(self._job_dir.path)]
                 self._process = subprocess.Popen(
                     [*command, "--launcher-pid", str(os.getpid())], start_new_session=True

@@ -37,7 +37,7 @@ class LocalNode:
 
 
 class LocalNodes:
-    """Starts launchers, and finds all processes below them by a token in their environment.
+    """Starts launchers, and finds all their descendants by a token in the environment.
 
     Args:
         environment: variables for all nodes, in addition to those of this process.

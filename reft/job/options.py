@@ -260,7 +260,7 @@ class LaunchOptions:
     rank_stride: int
     devices: tuple[int, ...] | None  # Devices of this node that its trainers see; None: all
     warm: bool  # Whether trainers are forked from a process that has imported torch
-    preload: tuple[str, ...]  # Further modules that this forking process imports
+    preload: tuple[str, ...]  # Modules that the process from which trainers are forked imports
 
     @property
     def join_timeout_secs(self) -> float:

@@ -166,7 +166,7 @@ class ExitNote:
     """A trainer's own record of why it ended."""
 
     cause: ExitCause
-    error: str  # Type and first line of the message, shortened
+    error: str  # Type of the exception and first line of its message, shortened
 
     @classmethod
     def from_error(cls, error: BaseException) -> ExitNote:
@@ -423,7 +423,8 @@ def _show(error: BaseException) -> None:
         while trace is not None and trace.tb_frame.f_code.co_filename in own_files:
             trace = trace.tb_next
         error.__traceback__ = trace
-        # The interpreter sets these, too: exit handlers recognize a failed script by them.
+        # Set the same variables as the interpreter: exit handlers recognize a failed script by
+        # them.
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
         sys.excepthook(type(error), error, trace)
     with contextlib.suppress(OSError, ValueError, AttributeError):
@@ -502,7 +503,8 @@ def run(argv: list[str]) -> int:
     """
     mark(BEGAN)
     hook_imports()
-    # -P of this process is not meant for the script; PYTHONSAFEPATH, set by the user, is.
+    # The option -P of this process is not meant for the script, but a PYTHONSAFEPATH that the user
+    # has set is.
     if not os.environ.get("PYTHONSAFEPATH"):
         if argv[0] == "-m":
             sys.path.insert(0, os.getcwd())

@@ -157,7 +157,7 @@ class Trainers:
     def ended(self) -> dict[int, ProcessFailure] | None:
         """Return the failed trainers by local rank, empty if none failed; None while any runs.
 
-        The answer is TorchElastic's, which ends all other trainers as soon as one has failed.
+        TorchElastic gives the answer, and ends all other trainers as soon as one has failed.
         """
         result = self._context.wait(0)
         if result is None:
@@ -170,8 +170,8 @@ class Trainers:
         failures = {}
         for local_rank, process in self._processes().items():
             code = process.poll()
-            # A trainer whose script ended well may still fail while the process shuts down. Then
-            # the exit code counts, not its note.
+            # A trainer whose script ended well may still fail while the process shuts down. In that
+            # case the exit code counts, not the trainer's note.
             note = None if self.script_has_ended(local_rank) else self._read_note(local_rank)
             if code not in (None, 0) or (note is not None and code is None):
                 failures[local_rank] = WorkerExit(code, note)
@@ -201,7 +201,7 @@ class Trainers:
         return failures
 
     def ended_well(self) -> dict[int, str]:
-        """Describe the trainers that ended well, or whose script did, by local rank.
+        """Describe, by local rank, the trainers that ended well, or whose script has ended well.
 
         Returns:
             Text with the exit code and, if known, the last step of each such trainer.

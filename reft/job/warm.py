@@ -336,7 +336,7 @@ class ProcTitle:
         self._command, self._command_end, self._environ, self._environ_end = map(int, fields[45:49])
 
     def show(self, argv: Sequence[str], environ: Mapping[str, str]) -> None:
-        """Make /proc show these values from now on; values that do not fit are left out."""
+        """Make /proc show the given values; values that do not fit are left out."""
         variables = [f"{name}={value}" for name, value in environ.items()]
         _write(self._environ, self._environ_end, variables)
         _write(self._command, self._command_end, argv)

@@ -56,7 +56,8 @@ class Memory(NamedTuple):
 
     node: str
     use: MemoryUse
-    runs_out: str = ""  # Text that says when the memory will be full; empty if it will not be
+    # Text that says when the memory will be full; empty if its use does not grow
+    runs_out: str = ""
 
 
 @dataclass(frozen=True)
@@ -261,7 +262,7 @@ def estimate_gain(before: SpeedSample, after: SpeedSample) -> float:
 
 
 def _about_workers(job: JobSituation) -> Iterator[Advice]:
-    """Apply DLRover's rule: add workers if the last increase was worth it, else take them back."""
+    """Apply DLRover's rule: add workers if the last increase paid off, otherwise undo it."""
     if not job.speeds:
         return
     now = job.speeds[-1]

@@ -113,7 +113,7 @@ def request(
 
 @dataclass(frozen=True)
 class TrainerReport:
-    """A trainer's report on its versions. Versions are given as incarnation and step."""
+    """A trainer's report on its versions, each given as (number of the job's start, step)."""
 
     incarnation: int  # Number of the job's start to which the trainer belongs
     committed: tuple[int, int] | None = None  # Newest committed version

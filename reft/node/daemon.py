@@ -61,8 +61,8 @@ _STATUS_SECS = 0.2
 _IDLE_CONNECTION_SECS = 3600.0
 _LAUNCHER_STOPPED_SECS = 5.0
 _WRITE_PAUSE_SECS = 60.0  # Time without progress after which a write to storage counts as hanging
-# Largest difference between two readings of one process's start time. It may change because it
-# is computed from the kernel's boot time, which clock corrections move.
+# Largest difference between two readings of one process's start time. A start time may change
+# because it is computed from the kernel's boot time, which clock corrections move.
 _SAME_START_SECS = 2.0
 
 
@@ -402,7 +402,7 @@ class Daemon:
         if not stopped or secs <= _LAUNCHER_STOPPED_SECS:
             return
         # Restart the timer: the launcher may stop again, as background processes of a terminal do,
-        # and then gets the same time.
+        # and then gets the same time before it is continued.
         self._launcher_still = ChangeTimer()
         logger.warning("the launcher (process %d) is stopped; it is continued", self._launcher_pid)
         with contextlib.suppress(OSError):

@@ -80,7 +80,7 @@ def step_limit_secs(page: TrainerView) -> float:
 
 
 def limit_secs(page: TrainerView) -> float | None:
-    """Return for how long a trainer may be quiet in its current phase; None if not watched."""
+    """Return how long a trainer may be quiet in its current phase; None if it is not watched."""
     if page.hang_factor == 0 or page.state == TRACED or page.phase in (Phase.PAUSED, Phase.ENDED):
         return None
     in_step = page.phase is Phase.STEP and page.step_secs > 0 and page.instruction not in _LOADING

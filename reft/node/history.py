@@ -139,7 +139,7 @@ def _require_text(value: Any) -> str:
 
 
 def _split_start(formed: float, resumed: float, times: Mapping[str, float]) -> dict[str, float]:
-    """Split the time of a start, until the state is restored, into parts.
+    """Split the time from a start of the trainers until the state is restored into parts.
 
     Args:
         formed: time at which all nodes were present.

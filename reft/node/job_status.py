@@ -156,7 +156,7 @@ class JobStatus:
         return read_scheme(self.board.nodes)
 
     def tolerance_left(self, incarnation: int) -> int | None:
-        """Return how many further node losses the job survives, as ``tolerance_now`` computes it.
+        """Return how many further node losses the job survives, wherever they occur.
 
         Args:
             incarnation: number of this start of the job.

@@ -89,7 +89,7 @@ class MemorySample:
 
 class _Growth(NamedTuple):
     first: MemorySample  # First sample of the period of growth
-    last: MemorySample  # Last sample of that period
+    last: MemorySample  # Last sample of the period of growth
     bytes_per_sec: float
 
 
@@ -120,9 +120,9 @@ class MemoryTrend:
                 self._growth = None
 
     def _add_coarse(self, sample: MemorySample) -> None:
-        """Add a sample to the coarse series, which keeps the largest one of each stride.
+        """Add a sample to the coarse series, which keeps the largest of every ``_stride`` samples.
 
-        When the series is too long, the stride (samples for each one kept) is doubled.
+        When the series is too long, the stride is doubled.
         """
         if self._count % self._stride:
             self._coarse[-1] = max(self._coarse[-1], sample, key=_used_bytes)
@@ -184,7 +184,7 @@ def _find_growth(
         samples: recent samples, oldest first. The whole series, its last half, its last quarter,
             and so on are tried.
         earlier: samples of a longer time. A series counts as growth only if its last sample is
-            larger than all of these that come before the series.
+            larger than all of ``earlier`` that come before the series.
         limit_bytes: size of the memory.
 
     Returns:

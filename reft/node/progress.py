@@ -97,10 +97,11 @@ class TrainerView:
     nanos: int  # Time of the trainer's last write, by the host's monotonic clock
     hang_factor: float  # `hang_factor` of the reft block; 0: the trainer is not watched
     hang_timeout_secs: float  # `hang_timeout_secs` of the reft block
-    step_secs: float  # Longest of the last 64 steps without the first one; 0: none yet
+    # Time of the longest of the last 64 steps; the first step does not count; 0: none yet
+    step_secs: float
     phase_secs: float  # Longest time in the current phase so far; 0: none yet
     stack_signal: int  # Signal on which the trainer writes its stacks; 0: none
-    state: str  # State of the process, a letter as in /proc/PID/stat; empty if it is gone
+    state: str  # State of the process, a letter as in /proc/PID/stat; empty if there is no process
     samples_per_step: int = 0  # Samples in a step of the whole job; 0 if unknown
     device: DeviceUse | None = None  # None if the trainer has no device
     flops_per_token: int = 0  # Operations of the whole model; 0 if unknown, negative with experts
@@ -332,12 +333,12 @@ def read_pages(job_dir: Path) -> list[TrainerView]:
 
 
 def read_reports(job_dir: Path) -> dict[int, dict[str, Any]]:
-    """Read the reports of this node's trainers, by local rank; skip half-written ones."""
+    """Read the reports of this node's trainers, by local rank; skip half-written reports."""
     return dict(_read_each(job_dir, _read_report))
 
 
 def read_times(job_dir: Path) -> list[RankSteps]:
-    """Read the last steps of this node's trainers, except those whose coordinate is not yet set."""
+    """Read the last steps of this node's trainers; skip trainers whose coordinate is not set."""
     return _read_each(job_dir, _read_steps)
 
 

@@ -81,7 +81,8 @@ class Shard:
     """One rank's part of a version, complete in a node's memory."""
 
     at: tuple[int, int, int]  # Pipeline stage, replica and tensor slice of the rank
-    degrees: tuple[int, int, int]  # Parallel degrees of the job then, in the same order
+    # Degrees of pipeline, data and tensor parallelism of the job when the version was taken
+    degrees: tuple[int, int, int]
     label: tuple[int, int]  # Id of the version: number of the job's start, and step
     scheme: str = ""  # Protection scheme of the version, such as "arc:2+aec"; empty if unknown
     sealed_unix_secs: float = 0.0  # Time at which the shard became complete
@@ -94,7 +95,7 @@ class NodeReport(_Message):
     domain: str
     number: int = 0  # Number of the report, higher than the number of the node's previous report
     round: int = 0  # Round of the node's trainers; 0 before the first
-    spare: bool = False  # Whether the node waits until another one is lost
+    spare: bool = False  # Whether the node waits until another node is lost
     signal: HealthSignal = HealthSignal.HEALTHY
     times: dict[HealthSignal, float] = {}  # Time at which each signal last began, in Unix seconds
     doing: _Text = ""  # State of the launcher, as a text for users
@@ -117,7 +118,7 @@ class NodeReport(_Message):
     # Times of the trainers' last steps, for the aggregator (the launcher that merges all reports).
     # Left out of the board.
     ranks: tuple[RankSteps, ...] = ()
-    left: bool = False  # Whether the launcher has ended; this is then its last report
+    left: bool = False  # Whether the launcher has ended, so that this is its last report
     # The aggregator sets the following fields by its own clock.
     silent_secs: float = 0.0  # Time since a report with a new number arrived
     quiet: bool = False  # Silent for a third of the time after which the node is OFFLINE
@@ -181,7 +182,7 @@ def mark_silence(
     offline_after_secs: float,
     now: float,
 ) -> NodeReport:
-    """Return a node's report with the time of its silence updated. Pure.
+    """Return a node's report with the node's time of silence updated. Pure.
 
     Args:
         before: the node's report on the last board; None if the node was not on it.
@@ -205,7 +206,7 @@ def mark_silence(
 def mark_aggregator_silence(
     before: ReportBoard, board: ReportBoard, *, elapsed_secs: float, offline_after_secs: float
 ) -> ReportBoard:
-    """Return a board with the time updated for which its aggregator has been silent. Pure.
+    """Return a board with its aggregator's time of silence updated. Pure.
 
     Every other node calls this on the board that it reads, because an aggregator that writes no new
     board cannot report its own silence.

@@ -108,8 +108,8 @@ def _find_state(
     """Find the state of a running job.
 
     Returns:
-        The state; and if the job waits for nodes: which ones, since when, and until when, else
-        None. "Until when" is None if only the launchers' join timeout applies.
+        The state; and a description of the wait for nodes, or None if the job waits for no node:
+        which nodes, since when, and until when (None if only the launchers' join timeout applies).
     """
     rounds = [row for path in paths for row in read_history(path)[-1:]]
     last = max(rounds, key=lambda row: row.unix_secs, default=None)
@@ -196,7 +196,7 @@ def _is_running(path: Path) -> bool:
 
 
 def _find_end(paths: Sequence[Path]) -> str:
-    """Return why the job no longer runs, as far as these nodes know."""
+    """Return why the job no longer runs, as far as the given nodes know."""
     for path in paths:
         rounds = read_history(path)
         if rounds and rounds[-1].ended is not None:

@@ -75,7 +75,7 @@ class Straggler:
     kind: SlownessKind
     name: str  # Name for users: "rank 3", "node2", "rank 1 (node0) - rank 3 (node2)"
     ranks: tuple[int, ...]  # The slow ranks, or the two ends of a link
-    nodes: tuple[str, ...]  # Nodes of these ranks
+    nodes: tuple[str, ...]  # Nodes of the slow ranks, or of the link's two ends
     since_step: int  # First slow step
     factor: float  # The straggler's time over its peers' time
     cost_secs: float  # Largest time that the straggler can cost the job in every step
@@ -138,8 +138,8 @@ class SlowTest:
         ratio = (abs(slowness) - abs(slowness - self._shift)) / scale
         self._evidence += min(_MAX_EVIDENCE, max(-_MAX_EVIDENCE, ratio))
         if self.since_step is not None:
-            # Limit the evidence: as much evidence to the contrary as made the rank count as slow
-            # is enough to end that.
+            # Limit the evidence: it must not take more evidence to clear a slow rank than it took
+            # to find the rank slow.
             self._evidence = min(self._threshold, self._evidence)
         if self._evidence <= 0.0:
             self._stretch.clear()
@@ -184,7 +184,7 @@ class SlowTest:
 class _Rank(NamedTuple):
     node: str
     report: RankSteps
-    steps: dict[int, StepTimes]  # Times of its last steps, by number of the step
+    steps: dict[int, StepTimes]  # Times of the rank's last steps, by number of the step
 
 
 class SpeedWatch:

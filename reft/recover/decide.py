@@ -95,8 +95,9 @@ _MOST_GAPS = 6
 class GroupStatus(NamedTuple):
     """Whether a sharding group can recover one version."""
 
-    missing: int  # Number of gaps in the images; 0 if the group can recover the version
-    gaps: tuple[str, ...]  # Descriptions of the first gaps
+    # Number of gaps (missing bytes) in the images; 0 if the group can recover the version
+    missing: int
+    gaps: tuple[str, ...]  # Descriptions of the first gaps (ranges of missing bytes)
     decodes: bool  # Whether lost blocks have to be decoded before the version is restored
 
     @classmethod

@@ -351,7 +351,7 @@ class GroupSources:
     images: Mapping[Image, tuple[SourceBlock, ...]]
     gaps: tuple[str, ...]  # Descriptions of missing bytes that cannot be decoded
     divergences: tuple[str, ...]  # Descriptions of copies that differ from each other
-    lost: tuple[LostBlock, ...] = ()  # Replicated blocks that have to be decoded first
+    lost: tuple[LostBlock, ...] = ()  # Replicated blocks that have to be decoded before the restore
     # Blocks that can be read for decoding, by key: replicated, parity and checksum blocks
     stored: Mapping[BlockKey, SourceBlock] = field(default_factory=dict)
 

@@ -424,9 +424,9 @@ def rebuild_offline(
 # well as before the loss. Until then the arena is marked WRITING, and another recovery ignores it
 # (P3).
 #
-# This is done only for schemes that store copies. In other cases a new version of the restored
-# state is taken instead: with an erasure code or recomputation, if scheme or ring has changed, or
-# after an error.
+# An arena is filled in this way only for schemes that store copies. In these cases a new version of
+# the restored state is taken instead: with an erasure code or recomputation, if scheme or ring has
+# changed, or after an error.
 
 
 @dataclass(frozen=True)

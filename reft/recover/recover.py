@@ -727,9 +727,11 @@ class _GroupFindings:
     """Findings of a survey for the sharding groups in which this rank takes part."""
 
     findings: InventorySummary  # Versions on each node, for the whole job
-    # Groups in which this rank takes part, its own first, with the ranks that take part in each
+    # Groups in which this rank takes part, beginning with its own, and the ranks that take part in
+    # each group
     parts: Mapping[Group, tuple[int, ...]]
-    tables: Mapping[Group, list[ArenaRecord]]  # Complete arenas of these groups on all nodes
+    # Complete arenas on all nodes, of the groups in ``parts``
+    tables: Mapping[Group, list[ArenaRecord]]
     # The chosen version; not set while ``plans`` is empty
     decision: Decision = field(init=False)
     # Usable blocks of the chosen version in each group

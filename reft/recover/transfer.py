@@ -351,9 +351,9 @@ class _Transfer:
         self._fetches = [fetch for plan in self.plans for fetch in plan.fetches.get(at, ())]
         self._stored: Mapping[tuple[str, str], torch.Tensor] = {}
         self._zeros = torch.empty(0, dtype=torch.uint8)
-        # No lock for this set: threads only add to it, which is atomic, and it is read after they
-        # were joined. No lock for ``failure`` either: any one error suffices, and a thread that
-        # reads the attribute late only delivers one more block.
+        # No lock for this set: threads only add to it, which is atomic, and the set is read after
+        # they were joined. No lock for ``failure`` either: any one error suffices, and a thread
+        # that reads the attribute late only delivers one more block.
         self._bad: set[BlockSource] = set()
         self._counting = threading.Lock()  # Guards the two counters: += is not atomic
         self._arrived = 0

@@ -136,7 +136,8 @@ class StoreRendezvous:
         # A lease must outlast the interval between two renewals.
         self._lease_secs = max(self.rules.expiry_secs / 2, self.rules.heartbeat_secs + 1.0)
         self._left_grace_secs = self._lease_secs if store.keeps_leases else _RECONNECT_SECS
-        # Guards the state and its encoding, which the heartbeat thread and the agent's both update.
+        # Guards the state and its encoding, which the heartbeat thread and the agent's thread both
+        # update.
         self._lock = threading.Lock()
         self._heartbeats_ended = threading.Event()
         self._heartbeats: threading.Thread | None = None
@@ -212,7 +213,7 @@ class StoreRendezvous:
     # -- the shared state --------------------------------------------------------------------------
 
     def _poll(self) -> MembershipState:
-        """Return the shared state, at most one poll interval old; raises like :meth:`_exchange`."""
+        """Return the shared state, at most one poll interval old. Raises RendezvousError."""
         if time.monotonic() - self._polled_at >= self._poll_secs:
             self._exchange(None)
         return self.state
@@ -363,7 +364,8 @@ class StoreRendezvous:
         if has_place or (
             self.agreement is not None and self.rules.may_return(state, self.agreement)
         ):
-            # In a full round a waiting node becomes a spare at its next poll, so none counts.
+            # In a full round a waiting node becomes a spare at its next poll, so no waiting node
+            # counts.
             waiting = 0 if self.is_full else self._joining(state)
             return waiting or int(self.is_scaled_down)
         # This node has lost its place: the others train or form a round without it. Report at least
@@ -638,7 +640,7 @@ class StoreRendezvous:
 
     @property
     def is_refused(self) -> bool:
-        """Whether another launcher uses this node's id and this one must end."""
+        """Whether another launcher uses this node's id and this launcher must end."""
         return self.agreement is not None and self.node in self.agreement.refused
 
     @property
@@ -684,7 +686,7 @@ class StoreRendezvous:
         return bool(self._members) and self.state.members.issuperset(self._members)
 
     def can_continue_without(self, gone: int) -> bool:
-        """Whether enough nodes remain, waiting ones included, if ``gone`` of this round's leave."""
+        """Whether enough nodes remain (or wait) if ``gone`` nodes of this round leave."""
         state = self.state
         waiting = state.with_role(Role.SPARE, Role.WAITS) - state.leaving - set(self._members)
         left = len(self._members) - gone + len(waiting)

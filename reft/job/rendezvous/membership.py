@@ -40,13 +40,14 @@ class NodeInfo:
     rank_stride: int = 0  # Stride of the round-robin rank assignment (`deal_ranks`)
     restarts_renew: bool = False  # Whether each new version resets the count of used restarts
     round: int = 0  # Last round in which this launcher took part; 0: none
-    size: int = 0  # Number of nodes of that round
-    restarts_used: int = 0  # Restarts that the job had used up to that round
-    known_step: int = -1  # Newest committed step that any node of that round knew; -1: none
+    size: int = 0  # Number of nodes of the launcher's last round
+    restarts_used: int = 0  # Restarts that the job had used up to the launcher's last round
+    known_step: int = -1  # Newest committed step that any node of the last round knew; -1: none
     newest_step: int = -1  # Newest committed step that this node knows now; -1: none
     incarnation: int = 0  # Number of the newest start of the job that this node knows
-    cause: ExitCause | None = None  # Why the node's trainers failed in that round; None: no failure
-    failure: str = ""  # Message that describes the failure
+    # Cause of the failure of the node's trainers in the last round; None: no failure
+    cause: ExitCause | None = None
+    failure: str = ""  # Message that describes the failure of the node's trainers
     nnodes: str = ""  # Value of ``--nnodes`` on the node; empty: unknown
 
     def after(self, agreement: Agreement) -> NodeInfo:
@@ -106,7 +107,8 @@ def agree(infos: Mapping[str, NodeInfo], before: Agreement | None = None) -> Agr
     last = [info for info in all_infos if info.round == last_round and last_round]
     causes = {info.cause for info in last}
     node_vanished = bool(last) and len(last) < last[0].size
-    # Trainers that ended well caused the failure only if other ranks failed because they lost them.
+    # Trainers that ended well caused the failure only if other ranks failed because they lost these
+    # trainers.
     ended_early = ExitCause.ENDED in causes and ExitCause.PEER in causes
     # If a node has vanished, an unexplained abort was that of a communication watchdog. Otherwise
     # it counts as the script's fault.
@@ -227,7 +229,7 @@ class MembershipState:
 
     @property
     def participants(self) -> set[str]:
-        """Launchers in the running round that were not removed; or those in the forming round."""
+        """Launchers in the running round, without those removed; or in the forming round."""
         return self.with_role(Role.TRAINS)
 
     @property
@@ -352,7 +354,7 @@ class JoinRequested(NamedTuple):
     # Whether the store has just lost its record that this node is a spare (and perhaps the list of
     # training nodes, too)
     forgotten: bool = False
-    # Whether this node is to be replaced, and no node that could replace it has waited for 5 s
+    # Whether this node is to be replaced, but no possible replacement has been waiting for 5 s
     alone: bool = False
     # Time at which to stop waiting for replacements of lost nodes; None: the round's deadline
     wait_until: float | None = None
@@ -400,7 +402,7 @@ class ScaleRequested(NamedTuple):
 
 
 class LeaveNotified(NamedTuple):
-    """The nodes with these group ranks are asked to leave the job."""
+    """The nodes with the given group ranks are asked to leave the job."""
 
     ranks: tuple[int, ...]
     running: int  # Number of nodes that train
@@ -417,12 +419,12 @@ class SizesKnown(NamedTuple):
     """A new version has shown with which numbers of nodes the job can train."""
 
     round: int  # Round in which the version was taken
-    nodes: int  # Number of nodes of that round
+    nodes: int  # Number of nodes with which the version was taken
     sizes: Sizes
 
 
 class SizeRejected(NamedTuple):
-    """Trainers refused to start on this number of nodes."""
+    """Trainers refused to start on the given number of nodes."""
 
     nodes: int
 

@@ -350,8 +350,8 @@ class ScaleSituation:
 
         Args:
             nodes: number of nodes.
-            asked: True if a user requests this number. Then it is also refused if the job could
-                train on it, but with different results than now.
+            asked: True if a user requests this number. The number is then also refused if the job
+                could train on it, but with different results than now.
         """
         if self.degrees is None:
             return ""
