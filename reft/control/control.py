@@ -315,7 +315,7 @@ class ControlGroup:
         self._connections.end_pairs()
 
     def leave(self) -> None:
-        """Close this rank's connections. The other ranks notice at once, and get an error."""
+        """Close this rank's connections; the other ranks notice at once."""
         transport, self._transport = self._transport, None
         if transport is not None:
             transport.close()

@@ -251,7 +251,7 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None:
-        """Close all connections. The other ranks notice at once, and get an error."""
+        """Close all connections; the other ranks notice at once."""
         ...
 
 
@@ -438,7 +438,7 @@ class ReceiveQueue:
 
 
 def any_ended(channels: Iterable[Channel]) -> bool:
-    """Whether any of these connections was closed by its other side."""
+    """Whether any of the given connections was closed by its other side."""
     poller = select.poll()
     for channel in channels:
         poller.register(channel, PEER_ENDED)

@@ -513,7 +513,7 @@ class AuthenticatedServer:
                 connection.close()
 
     def _shake_hands(self, connection: socket.socket, address: str) -> Channel | None:
-        """Return the channel to a client that proves to know the secret; None for any other."""
+        """Return the channel to a client that has proved to know the secret; otherwise None."""
         try:
             _enable_keepalive(connection)
             return Channel(

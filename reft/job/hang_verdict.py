@@ -4,7 +4,7 @@ Every trainer publishes what it is doing in a progress page, a shared-memory pag
 directory, which its launcher reads. While a trainer is stalled, its launcher writes a report with
 the activities of all its trainers into the store's table of the round, and reads the other nodes'
 reports there. :func:`reft.node.hangs.name_culprit` compares the reports. All launchers compare the
-same reports, so they reach the same verdict, and each restarts its own trainers.
+same reports, so all reach the same verdict, and each restarts its own trainers.
 """
 
 from __future__ import annotations

@@ -260,7 +260,7 @@ class LaunchOptions:
     rank_stride: int
     devices: tuple[int, ...] | None  # Devices of this node that its trainers see; None: all
     warm: bool  # Whether trainers are forked from a process that has imported torch
-    preload: tuple[str, ...]  # Modules that the process from which trainers are forked imports
+    preload: tuple[str, ...]  # Modules imported by the process from which trainers are forked
 
     @property
     def join_timeout_secs(self) -> float:

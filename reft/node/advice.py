@@ -56,7 +56,7 @@ class Memory(NamedTuple):
 
     node: str
     use: MemoryUse
-    # Text that says when the memory will be full; empty if its use does not grow
+    # Text that says when the memory will be full; empty if no such time is forecast
     runs_out: str = ""
 
 
@@ -176,7 +176,8 @@ def advise(job: JobSituation) -> tuple[Advice, ...]:
 def applicable(job: JobSituation, advices: Sequence[Advice]) -> Advice | None:
     """Return the first advice that ``reft scale`` can carry out at once; None if there is none.
 
-    Nodes can be replaced or added only by nodes that wait, and memory only by a person.
+    Nodes can be replaced or added only by nodes that wait, and memory can be added only by a
+    person.
     """
     for advice in advices:
         if advice.action in (AdvisedAction.DROP, AdvisedAction.REMOVE):

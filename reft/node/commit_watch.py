@@ -73,7 +73,7 @@ class CommitWatch:
 
 
 def _mark(fd: int, offsets: tuple[int, int]) -> tuple[object, ...]:
-    """Return a value that changes with the file or with either record of its header.
+    """Return a value that changes if the file or one of its header's two records changes.
 
     It holds the file's identity and size, and each record's sequence number, hash and MAC.
     """

@@ -163,7 +163,8 @@ class Daemon:
             "job_id": job_dir.job_id,
             "started_unix_secs": time.time(),
         }
-        self._changed = threading.Event()  # Set to write the status at once
+        # Event that makes the daemon write the status file at once
+        self._changed = threading.Event()
         self.persister = Persister(job_dir, persist, on_attempt=self._changed.set)
         self.status = NodeStatus(job_dir.path, facts, self.persister.status)
         self.metrics = MetricsServer(job_dir, self.status.snapshot)

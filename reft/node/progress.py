@@ -122,7 +122,7 @@ class RankSteps:
     rank: int
     pid: int
     at: tuple[int, int, int]  # Pipeline stage, replica and tensor slice of the rank
-    steps: tuple[StepTimes, ...]  # In the order of step numbers
+    steps: tuple[StepTimes, ...]  # Times of the last steps, in the order of step numbers
 
 
 class _Page(Structure):

@@ -186,7 +186,8 @@ def _launcher_end(path: Path) -> str:
 def _is_running(path: Path) -> bool:
     """Whether any process of the job runs on the node.
 
-    The job's lock would tell, but trying to take it could make a process of the job fail.
+    This function does not test the job's lock: trying to take it could make a process of the job
+    fail.
     """
     if _daemon_runs(path) or any(page.state not in ("", "Z") for page in read_pages(path)):
         return True

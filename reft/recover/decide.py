@@ -60,7 +60,7 @@ def preferred_label(
 
     Versions older than the newest one known to be committed are ignored. Of the others, the newest
     is chosen that no place rules out. A place rules out a version that it lacks, if it holds an
-    older one: a committed version is complete at every surviving place, so the lacking version was
+    older one: a committed version is complete at every surviving place, so the missing version was
     never committed, and has fewer copies. If that version were restored nevertheless, ranks would
     overwrite the older, committed version while a single loss could still destroy the newer one.
 
@@ -563,7 +563,7 @@ def _find_hole(
 class ImageRange(NamedTuple):
     """A range of an image of a rank, in the layout in which the version was written."""
 
-    of: Coordinate  # Rank to which the image belongs, in that layout
+    of: Coordinate  # Rank to which the image belongs, in the layout of the version
     section: Section
     start_bytes: int
     nbytes: int

@@ -10,7 +10,7 @@ This rendezvous differs from TorchElastic's in three points:
 
 - A node that was removed because it or the store was suspended takes its place again.
 - A spare (a node beyond the largest number of nodes) takes the place of a dead node only. It cannot
-  displace a healthy node between two rounds, whose memory would then be lost to the job.
+  displace a healthy node between two rounds: that node's memory would be lost to the job.
 - A job changes its number of nodes on request. Nodes that leave become spares and keep their memory
   until the others have committed a version without them.
 """
@@ -94,8 +94,8 @@ class Agreement:
 def agree(infos: Mapping[str, NodeInfo], before: Agreement | None = None) -> Agreement:
     """Compute the agreement of a round from the reports of its members.
 
-    If the last round ended because the script failed, that uses one restart of the job, however
-    many nodes failed. If it ended because a node vanished or joined, that uses none.
+    If the last round ended because the script failed, the job uses one restart, however many nodes
+    failed. If the round ended because a node vanished or joined, the job uses none.
 
     Args:
         infos: the members' reports by launcher name, in the order of group ranks.

@@ -4,7 +4,7 @@ A request is a file in the job's memory directory on any node that trains. The l
 checks the request, and enters it into the state that all nodes share
 (:class:`reft.job.rendezvous.membership.GrantedScale`).
 
-- More nodes: the limit is raised, and spares take the new places as any node joins.
+- More nodes: the limit is raised, and spares take the new places like any node that joins.
 - Fewer nodes: nodes leave in steps. A leaving node takes its part of the state with it, so the
   launcher of the first node asks only as many nodes to leave as the job can lose at once. When the
   remaining nodes have committed a version without them, it asks the next ones.
