@@ -121,7 +121,7 @@ class TrainerReport:
     # First version since memory became too small to survive the loss of a node; None if memory is
     # large enough now
     unprotected_since: tuple[int, int] | None = None
-    stale_cause: str | None = None  # Reason why the last version was skipped; None if it was not
+    stale_cause: str | None = None  # Reason why a version was last skipped; None if none was
     stats: dict[str, Any] = field(default_factory=dict)  # Result of SnapshotStats.to_json
 
     @property

@@ -141,7 +141,7 @@ def judge(
     Args:
         group: (pp, tp) of the group, in the layout in which the versions were written.
         records: arenas of the group.
-        written: layout of each version that is complete in any arena of the job.
+        written: layout of each version that any complete arena of the job holds.
         bad: blocks that were found corrupt, each as node, arena and key.
 
     Returns:

@@ -354,7 +354,7 @@ class JoinRequested(NamedTuple):
     # Whether the store has just lost its record that this node is a spare (and perhaps the list of
     # training nodes, too)
     forgotten: bool = False
-    # Whether this node is to be replaced, but no possible replacement has been waiting for 5 s
+    # Whether this node is to be replaced, but for 5 s no replacement has been waiting
     alone: bool = False
     # Time at which to stop waiting for replacements of lost nodes; None: the round's deadline
     wait_until: float | None = None
