@@ -98,7 +98,7 @@ _NONCE_BYTES = 16
 
 @dataclass(frozen=True)
 class EtcdSettings:
-    """How to reach a cluster."""
+    """The addresses and credentials by which a cluster is reached."""
 
     endpoints: tuple[str, ...]  # ``host:port`` of each member, at least one
     tls: bool = False
@@ -183,8 +183,7 @@ def _parse_members(endpoint: str) -> tuple[tuple[str, ...], bool]:
 
 
 def _readable_file(name: str, value: str) -> Path | None:
-    """Return the path in a setting after checking that the file is readable; None if the setting
-    is empty."""
+    """Return the path in a setting, whose file must be readable; None if the setting is empty."""
     if not value:
         return None
     path = Path(value)
@@ -341,8 +340,7 @@ class EtcdClient:
         return StoreError(f"the etcd cluster {members} does not answer{in_parentheses}")
 
     def leader_known_by(self, endpoint: str, secs: float) -> bool | None:
-        """Return whether the member at ``endpoint`` knows a leader of the cluster; None if it
-        does not answer."""
+        """Return whether a member knows a leader of the cluster; None if it does not answer."""
         index = self.settings.endpoints.index(endpoint)
         message = self.messages.StatusRequest()
         try:
@@ -535,10 +533,9 @@ class EtcdStore(RendezvousStore):
         return frozenset(self._strip(key) for key in values)
 
     def left(self, prefix: str) -> dict[str, float]:
-        """Do what :meth:`RendezvousStore.left` does, with times counted since this client first
-        missed the name.
+        """Return names with a prefix that are no longer held, and for how many seconds.
 
-        Sends no request.
+        The time counts from when this client first missed the name. Sends no request.
         """
         first, now = self._name(prefix), time.monotonic()
         return {
@@ -554,8 +551,7 @@ class EtcdStore(RendezvousStore):
     # -- helpers -----------------------------------------------------------------------------------
 
     def local_address(self) -> str:
-        """Return the address that this host uses to reach the first member on another host, if
-        there is such a member."""
+        """Return this host's address on the route to a member, preferably on another host."""
         members = [parse_endpoint(endpoint) for endpoint in self._client.settings.endpoints]
         addresses = [address_towards(host, port) for host, port in members]
         reachable = [address for address in addresses if address is not None]
@@ -578,9 +574,7 @@ class EtcdStore(RendezvousStore):
         return f"{ROOT}{self.prefix}{key}".encode()
 
     def _seal(self, name: bytes, value: bytes) -> bytes:
-        """Return the value with a MAC, and with a random nonce that makes two writes of equal
-        bytes different.
-        """
+        """Return the value with a MAC and a nonce, so that equal values differ when sealed."""
         nonce = os.urandom(_NONCE_BYTES)
         return authenticate(nonce + value, self._key_of(name), _PURPOSE)
 
@@ -599,8 +593,7 @@ class EtcdStore(RendezvousStore):
             ) from error
 
     def _key_of(self, name: bytes) -> bytes:
-        """Return the MAC key of one entry. Every entry has its own, so that nobody can swap the
-        values of two entries."""
+        """Return the MAC key of one entry; with one key for all, values could be swapped."""
         return sha256(self._secret + name).digest()
 
     @contextmanager
@@ -620,8 +613,7 @@ class EtcdStore(RendezvousStore):
 
     @contextmanager
     def _write_deadline(self) -> Iterator[float]:
-        """Yield the deadline of a write, with the lock held that lets only one write run at a
-        time."""
+        """Yield the deadline of a write; the lock that admits one write at a time is held."""
         with self._deadline() as deadline:
             if not self._writing.acquire(timeout=max(0.0, deadline - time.monotonic())):
                 raise StoreError(
@@ -637,8 +629,11 @@ class EtcdStore(RendezvousStore):
         return _first_entry(self._client.request("KV", "Range", message, deadline).kvs)
 
     def _swap(self, name: bytes, revision: int, sealed: bytes, deadline: float) -> bool:
-        """Write the value if the key has the given revision (0 if the key does not exist);
-        return whether it was written."""
+        """Write a value if the key still has the given revision (0: the key does not exist).
+
+        Returns:
+            Whether the value was written.
+        """
         messages, lease = self._client.messages, self._run_lease or 0
         is_unchanged = messages.Compare(
             target=messages.Compare.MOD,
@@ -690,8 +685,7 @@ class _Names:
         self._known: set[bytes] = set()
 
     def update(self, prefix: bytes, keys: Collection[bytes]) -> bool:
-        """Record which keys under ``prefix`` now exist; return whether one that this client owns
-        has vanished."""
+        """Record which keys under ``prefix`` exist; return whether one of this client has gone."""
         now = time.monotonic()
         for key in self._known.difference(keys):
             if key.startswith(prefix):

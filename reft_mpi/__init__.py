@@ -1,6 +1,7 @@
 """Integration of MPI: ``reft mpi-run`` under ``mpiexec`` or ``srun``, and ``"transport": "mpi"``.
 
-:mod:`reft.integrations` describes integrations. This one needs the extra ``mpi``.
+:mod:`reft.integrations` describes integrations. This one needs reft's optional dependencies
+``mpi``.
 """
 
 COMMANDS = {

@@ -1,9 +1,9 @@
 """Collectives and exchanges over MPI with time-outs.
 
 Only calls to MPI that return at once are used. Pending requests are tested repeatedly, and
-between two tests it is checked whether a rank has left. MPI does not report that, so a rank that
-leaves sends a message to its neighbours in a tree, which pass the message on and leave as well.
-A process that dies ends the whole MPI job, as the standard and its libraries define it.
+between two tests it is checked whether a rank has left. MPI does not report when a rank leaves, so
+a rank that leaves sends a message to its neighbours in a tree, which pass the message on and leave
+as well. A process that dies ends the whole MPI job, as the standard and its libraries define it.
 
 mpi4py initialises MPI when it is imported, with MPI_THREAD_MULTIPLE unless configured otherwise.
 The training thread, the snapshot worker and the script may all call MPI, from different threads,
@@ -42,7 +42,7 @@ from reft.errors import ConfigError, TransferError
 # Tags of messages: a rank has left, a rank waits, list of missing ranks, bytes of an exchange
 _LEFT, _HERE, _MISSING, _BYTES = 1, 2, 3, 4
 _PIECE_BYTES = 2**20
-_PIECES_AHEAD = 2  # Number of messages with bytes in progress to and from each peer
+_PIECES_AHEAD = 2  # Most messages of an exchange that are in progress to, and from, each peer
 # Largest number of integers in one collective; longer lists take several collectives
 _WORDS = 16
 _MAX_WAKE_BYTES = 4096
@@ -179,8 +179,7 @@ class Outgoing:
         return moved
 
     def _next_piece(self) -> memoryview:
-        """Return the next bytes to send as one message: a part of a long view, or several short
-        views joined."""
+        """Return the next message to send: a part of a long view, or several short views joined."""
         first = self._views[0]
         if len(first) >= _PIECE_BYTES or len(self._views) == 1:
             piece = first[:_PIECE_BYTES]
@@ -214,8 +213,7 @@ class Incoming:
         self._room: deque[memoryview] = deque()
 
     def advance(self, sink: ReceiveSink) -> bool:
-        """Copy received messages into the sink and start further receives; return whether
-        anything moved."""
+        """Copy received messages into the sink and start new receives; return whether any moved."""
         moved = False
         while self._in_progress and self._in_progress[0][0].Test():
             _, buffer, nbytes = self._in_progress.popleft()
@@ -295,7 +293,7 @@ class MpiTransport:
         self._missing_ranks: tuple[int, list[int]] = (0, [])
         self._calls = 0
         self._finished = 0
-        # For each rank that left, the number of the last collective that it finished before
+        # For each rank that left, the number of the last collective that it finished
         self._left: dict[int, int] = {}
         self._closed = False
 
@@ -368,8 +366,8 @@ class MpiTransport:
             self._wait(start(), buffers)
             self._finished = self._calls
         except BaseException as error:
-            # After an error this rank no longer takes part in the same collectives as the
-            # others, so leave, which they notice.
+            # After an error this rank no longer takes part in the same collectives as the others,
+            # so it leaves, which the others notice.
             self.close()
             if isinstance(error, (OSError, EOFError, self._mpi.Exception)):
                 raise TransferError(f"a peer died, left or is silent ({name}): {error}") from error
@@ -435,8 +433,8 @@ class MpiTransport:
             waits_for = sorted(sending.keys() | receiving.keys())
             self.limits.check_progress(silence, [self._name(peer) for peer in waits_for])
             if wake is not None:
-                # Just empty the socket: every pass of this loop looks for free buffers in every
-                # sink anyway.
+                # Just empty the socket: every iteration of this loop looks for free buffers in
+                # every sink anyway.
                 with suppress(BlockingIOError):
                     wake.recv(_MAX_WAKE_BYTES, socket.MSG_DONTWAIT)
             intervals.pause()
@@ -489,8 +487,7 @@ class MpiTransport:
                 raise EOFError(f"{self._name(rank)} left")
 
     def _receive_small(self) -> None:
-        """Receive all pending messages about ranks that have left, that wait or that are
-        missing."""
+        """Receive all pending messages about ranks that have left, wait or are missing."""
         status = self._mpi.Status()
         any_source = self._mpi.ANY_SOURCE
         for tag, calls in ((_LEFT, self._left), (_HERE, self._here)):
@@ -521,7 +518,8 @@ class MpiTransport:
         """Return the ranks that have not joined this collective, as far as this rank knows.
 
         Every rank that has waited for long sends a sign of life to rank 0, which replies with
-        the list of missing ranks. Before that, a rank only knows whether rank 0 itself replies.
+        the list of missing ranks. Until the first reply arrives, a rank knows only whether rank 0
+        itself waits or is missing.
         """
         if not self.rank:
             others = range(1, self.world_size)
@@ -584,7 +582,8 @@ def mpi_carrier(rank: int, world_size: int, node: str, timeout_secs: float) -> O
             f"{world_size} reft mpi-run SCRIPT, which numbers both alike, or write "
             '"transport": "sockets"'
         )
-    # Duplicate a private duplicate, so that duplicates which the script makes do not interfere.
+    # Copy MPI's world communicator once for reft alone, and make all further communicators from
+    # that copy. So the script may duplicate the world at the same time without disturbing reft.
     duplicate = duplicator(duplicator(world)(timeout_secs, lambda: True))
 
     def open_transport(

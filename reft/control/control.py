@@ -1,15 +1,15 @@
 """The control plane: votes and messages among the hosts of all ranks.
 
-It has connections of its own, which no training collective uses, so that a commit in the background
-can never reorder or delay a training message. Every rank takes part in every vote, in the same
-order. A version is committed in two phases, with one vote each. The snapshot workers (the threads
-that take versions) have connections apart from those of the main threads. If a worker is out of
-step with the others after an error, it closes its connections; its peers notice that at once, and
-all workers connect again (P6).
+The control plane has its own connections, which no training collective uses, so that a commit in
+the background can never reorder or delay a training message. Every rank takes part in every vote,
+in the same order. A version is committed in two phases, with one vote each. The snapshot workers
+(the threads that take versions) have connections apart from those of the main threads. If a worker
+is out of step with the others after an error, it closes its connections; its peers notice that at
+once, and all workers connect again (P6).
 
 Ranks find each other through a store (torch's, or :class:`reft.control.keyvalue.KeyValueStore`).
-Each rank sends it a number of requests that does not depend on the number of ranks. Positions in
-the tree of connections are assigned in the order of arrival.
+Each rank sends the store a number of requests that does not depend on the number of ranks.
+Positions in the tree of connections are assigned in the order of arrival.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from reft.grid import VersionId
 if TYPE_CHECKING:
     import torch
 
-SOCKETS = "sockets"  # Value of ``transport`` in the reft block that needs no integration
+SOCKETS = "sockets"  # Value of ``transport`` in reft's configuration for the built-in transport
 _MESSAGE = b"reft-message-1"
 _GATHERED = b"reft-gathered-1"
 _LENGTH_BYTES = 8
@@ -85,10 +85,13 @@ class Ballot:
 
     ok: bool  # Whether the version is in order on this rank; result: on all ranks
     # Step after which this rank can stop, if it received a stop signal, else 0; result: the latest
+    # step of any rank
     stop_after_step: int = 0
-    # Whether the shapes of this rank's state differ from the shard plan; result: of any rank's
+    # Whether the shapes of this rank's state differ from the shard plan; result: whether those
+    # of any rank do
     relayout: bool = False
-    # Whether this rank's next votes will lag behind its training; result: any rank's
+    # Whether this rank's next votes will lag behind its training; result: whether this is so for
+    # any rank
     late: bool = False
     # Whether this rank has an error that its peers do not know yet; result: whether any rank has
     has_errors: bool = False
@@ -211,7 +214,7 @@ class ControlGroup:
         return [check_authentic(body, self._secret, _GATHERED) for body in bodies]
 
     def gather_ints(self, values: Sequence[int]) -> list[list[int]]:
-        """All-gather integers of 64 bits; apart from that the same as :meth:`gather_bytes`."""
+        """All-gather integers of 64 bits; otherwise like :meth:`gather_bytes`."""
         rows = self.gather_bytes(np.array(values, np.int64).tobytes())
         return [np.frombuffer(row, np.int64).tolist() for row in rows]
 
@@ -287,11 +290,15 @@ class ControlGroup:
         receives: Mapping[int, ReceiveSink],
         wake: socket.socket | None = None,
     ) -> None:
-        """Exchange bytes as :meth:`Transport.stream` does. Raises PeerLostError."""
+        """Send bytes to peers and receive bytes from peers (:meth:`Transport.stream`).
+
+        Raises:
+            PeerLostError: a peer vanished.
+        """
         try:
             self._connections.stream(sends, receives, wake)
         except BaseException as error:
-            # Some pairs may have moved a part of their bytes: these connections are useless now.
+            # An exchange may have ended halfway, so the connections cannot be used any more.
             self.leave()
             if isinstance(error, (OSError, EOFError, AuthenticationError)):
                 raise PeerLostError(
@@ -301,14 +308,14 @@ class ControlGroup:
             raise
 
     def end_pairs(self) -> None:
-        """Close the connections between pairs that exchanges have opened; keep those of the tree.
+        """Close the connections that exchanges opened between pairs of ranks; keep the tree's.
 
         This does not wait for the other ranks. A collective has to follow before the next exchange.
         """
         self._connections.end_pairs()
 
     def leave(self) -> None:
-        """Close this rank's connections. Neighbours notice at once, and all others through them."""
+        """Close this rank's connections; the other ranks notice at once."""
         transport, self._transport = self._transport, None
         if transport is not None:
             transport.close()
@@ -377,7 +384,7 @@ def _to_bytes(tensors: Mapping[int, Sequence[torch.Tensor]]) -> dict[int, list[m
 
 
 class TreeTransport(Tree):
-    """One rank's connections over sockets: those of the tree, and one to each peer.
+    """One rank's connections over sockets: those of the tree for collectives, and one to each peer.
 
     The connection to a peer is opened when both first exchange bytes. The bytes are sent without
     frames and MACs: the connection is authenticated, and the checksums of the version verify the
@@ -737,7 +744,8 @@ class _JoinRecord:
 def shared_secret(store: Store, key: str, make: Callable[[], bytes]) -> bytes:
     """Return a secret that the first caller makes and all others read from the store.
 
-    It only keeps out processes that cannot read the store, as torch's own process groups do.
+    The secret keeps out only processes that cannot read the store. Torch's own process groups
+    protect no better.
     """
     if store.add(f"{key}/first", 1) == 1:
         store.set(key, make().hex())

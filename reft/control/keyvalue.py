@@ -43,7 +43,8 @@ _RETRY_SECS = 1.0
 _FIRST_POLL_SECS, _LONGEST_POLL_SECS = 0.01, 0.25
 _REPEATABLE = ("get", "set", "check", "delete", "compare_set", "left", "time")
 """Operations that are sent again if their reply was lost: running one twice does no harm."""
-_LEFT_SECS = 600.0  # Time for which the server remembers names that are no longer held
+# Time for which the server remembers names after their processes have disconnected
+_LEFT_SECS = 600.0
 _FIRST_PAUSE_SECS, _LONGEST_PAUSE_SECS = 0.05, 1.0
 _JOURNAL_FILE = "rendezvous.sqlite"
 _JOURNAL_PURPOSE = b"rendezvous state"
@@ -137,7 +138,7 @@ class RendezvousStore(ABC):
 
     @abstractmethod
     def hold(self, name: str, secs: float) -> None:
-        """Hold a name, from which others see that this process is alive.
+        """Hold a name, so that other processes see that this process is alive.
 
         Args:
             name: name of this process.
@@ -154,7 +155,7 @@ class RendezvousStore(ABC):
 
     @abstractmethod
     def left(self, prefix: str) -> dict[str, float]:
-        """Return names with a prefix that are no longer held, with the seconds since then."""
+        """Return names with a prefix that are no longer held, and for how many seconds."""
 
     def time(self) -> float | None:
         """Return the seconds since 1970 by the store's clock; None if clients cannot read it."""
@@ -367,11 +368,11 @@ class KeyValueStore(RendezvousStore):
         return bool(done), current
 
     def hold(self, name: str, secs: float = 0.0) -> None:
-        """Hold a name as in :meth:`RendezvousStore.hold`, without waiting for the store."""
+        """Hold a name, as a sign that this process is alive; does not wait for the store."""
         self._connection.hold(self.prefix + name)
 
     def left(self, prefix: str) -> dict[str, float]:
-        """Return names that are no longer held, as :meth:`RendezvousStore.left` does.
+        """Return names that are no longer held, each with the seconds since it was held.
 
         If a process dies, the kernel closes its connection, and its names appear here. If a whole
         host dies, its connections and so its names stay.
@@ -399,7 +400,7 @@ class _Connection:
         self._held_names: dict[str, _HeldName] = {}
 
     def hold(self, name: str) -> None:
-        """Hold a name from now on; further calls with the same name do nothing."""
+        """Start to hold a name; further calls with the same name do nothing."""
         if name not in self._held_names:
             self._held_names[name] = _HeldName(self._connect, name)
 

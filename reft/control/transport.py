@@ -142,7 +142,7 @@ class PeerTimeout:
     def is_report_due(self, missing: Collection[str]) -> bool:
         """Whether a report on the ranks in ``missing`` is due now.
 
-        If one would be due but no rank is missing, the next one is due a second later.
+        If a report would be due but no rank is missing, the next report is due a second later.
         """
         if time.monotonic() < self._report_at:
             return False
@@ -251,7 +251,7 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None:
-        """Close all connections. Neighbours notice at once, and all other ranks through them."""
+        """Close all connections; the other ranks notice at once."""
         ...
 
 
@@ -413,7 +413,8 @@ class ReceiveQueue:
                 if addresses[1:]:
                     del addresses[0]
                     continue
-                # Either the rank has left, or its address (such as loopback) is this host here.
+                # Either the rank has left, or its address (such as loopback) means this host when
+                # used on this host.
                 raise ConnectionRefusedError(
                     f"rank {other.rank} does not listen at {other.remote} ({error}). If other "
                     f"hosts cannot reach its host at that address, set {ENV_INTERFACE} there to "
@@ -426,7 +427,7 @@ class ReceiveQueue:
                 time.sleep(_POLL_SECS)
 
     def close(self) -> None:
-        """Accept no further connections, and close those that no call has taken."""
+        """Accept no further connections, and close those that no caller has taken."""
         with self._changed:
             self._closed = True
             for channel in self._arrived.values():
@@ -437,7 +438,7 @@ class ReceiveQueue:
 
 
 def any_ended(channels: Iterable[Channel]) -> bool:
-    """Whether any of these connections was closed by its other side."""
+    """Whether any of the given connections was closed by its other side."""
     poller = select.poll()
     for channel in channels:
         poller.register(channel, PEER_ENDED)
@@ -451,8 +452,8 @@ def _describe_rank(rank: int, reach: str) -> str:
 def listen_remotely() -> socket.socket:
     """Listen for other hosts on the address that torch's gloo backend would choose.
 
-    That is an address of the interface named in the environment; otherwise the first address of the
-    host's name that belongs to this machine; otherwise loopback.
+    It is an address of the network interface that the environment names; otherwise the first
+    address of the host's name that belongs to this machine; otherwise loopback.
 
     Raises:
         ConfigError: the named interface does not exist or has no address.
@@ -576,8 +577,8 @@ class Tree:
                 self._send(child, result, deadline, self._children[number:])
             return msgpack.unpackb(result)
         except BaseException as error:
-            # After an error this rank's messages no longer match its neighbours'. Close, so that
-            # they notice.
+            # After an error this rank's messages no longer match its neighbours'. Close the
+            # connections, so that the neighbours notice.
             self.close()
             if isinstance(error, (OSError, EOFError, AuthenticationError)):
                 raise TransferError(
@@ -587,7 +588,7 @@ class Tree:
             raise
 
     def _receive(self, awaited: Collection[Channel], deadline: float) -> Iterator[bytes]:
-        """Receive one message from each of these channels, in the order of arrival.
+        """Receive one message from each of the given channels, in the order of arrival.
 
         Args:
             awaited: the channels.
@@ -627,7 +628,7 @@ class Tree:
         others: Collection[Channel],
         deadline: float,
     ) -> float:
-        """Report the missing ranks if a report is due, locally and to the ranks that wait for this.
+        """Report missing ranks if a report is due, locally and to the ranks that wait for this one.
 
         Args:
             silence: timers of the wait.
@@ -671,7 +672,7 @@ class Tree:
             channel: channel to the rank that waits for the message.
             body: the message.
             deadline: end of the attempt, on the monotonic clock.
-            others: channels to further ranks that wait for this one meanwhile.
+            others: channels to other ranks that wait for this one; they get signs of life.
         """
         starts = range(0, max(1, len(body)), PART_BYTES)
         for start in starts:

@@ -158,10 +158,10 @@ class Channel:
         return (msgpack.unpackb(body, raw=False, strict_map_key=False),)
 
     def _frame_bytes(self) -> int:
-        """Return the number of bytes to read until the next decision.
+        """Return the number of bytes to read next.
 
-        That is the size of the frame's length field, or the size of the frame once that field has
-        arrived.
+        These are first the bytes of the frame's length field. Once that field has arrived, they
+        are the bytes of the frame.
         """
         if len(self._frame) < _LENGTH.size:
             return _LENGTH.size
@@ -192,7 +192,7 @@ class Channel:
         self._socket.settimeout(secs)
 
     def fileno(self) -> int:
-        """Return the descriptor for ``poll``, which sees all messages: none is buffered here."""
+        """Return the descriptor for ``poll``, which sees every message: this class buffers none."""
         return self._socket.fileno()
 
     def detach(self) -> socket.socket:
@@ -513,7 +513,7 @@ class AuthenticatedServer:
                 connection.close()
 
     def _shake_hands(self, connection: socket.socket, address: str) -> Channel | None:
-        """Return the channel to a client that proves to know the secret; None for any other."""
+        """Return the channel to a client that has proved to know the secret; otherwise None."""
         try:
             _enable_keepalive(connection)
             return Channel(

@@ -8,8 +8,8 @@ differs from ``torchrun``'s in these points:
   (:mod:`reft.job.rendezvous.membership`).
 - Every round gets its own store for the trainers (:mod:`reft.job.trainer_store`). TorchElastic
   keeps using the store that the first node served in the first round. If that node is lost, the
-  survivors still connect to it; if it lives but is no longer the first node, a replacement waits
-  in vain for its address.
+  survivors still try to connect to it; if it lives but is no longer the first node, a replacement
+  of another node waits in vain for the store's address.
 - A node that dies while a round forms costs another round, not the job.
 - If the rendezvous store is lost, healthy trainers continue; only the next round waits for it.
 - The trainers of a failed round are killed quickly: the state to restore is already in the arenas,
@@ -87,7 +87,7 @@ class AgentCallbacks(Protocol):
         ...
 
     def failure_seen(self) -> None:
-        """Called when a trainer of this node has failed; the agent ends the others next."""
+        """Called when a trainer of this node has failed, before the agent ends the others."""
         ...
 
     def round_over(self) -> None:
@@ -109,7 +109,8 @@ class AgentCallbacks(Protocol):
     def fenced(self) -> str:
         """Return why shared storage refuses this node's writes; empty if it accepts them.
 
-        It refuses them when a newer start of the job, without this node, has taken it over.
+        Storage refuses them when a newer start of the job, without this node, has taken the storage
+        over.
         """
         ...
 
@@ -269,7 +270,7 @@ class Agent:
             FencedError: the job continues without this node.
         """
         if self._rendezvous.is_leaving:
-            return  # It stays until the others have committed a version without it
+            return  # Not replaced: this node stays until the others have committed without it
         own, newest = self._rendezvous.incarnation, self._rendezvous.newest_incarnation
         if read_store:
             with suppress(StoreError):
@@ -336,7 +337,8 @@ class Agent:
             after = f"after {self._options.free_restarts} free restarts without progress"
             failure = replace(failure, cause=ExitCause.OWN, reason=f"{failure.reason} ({after})")
         if failure.cause is ExitCause.SIZE:
-            # If the store does not answer now, the next round will refuse this number again.
+            # If the store does not answer now, the refusal is recorded in the next round, in which
+            # trainers refuse this number of nodes again.
             with suppress(RendezvousError, StoreError):
                 if not self._rendezvous.refuse_size():
                     failure = replace(failure, cause=ExitCause.REFUSED)
@@ -595,7 +597,8 @@ class Agent:
             while not self._rendezvous.all_ended_well:
                 if time.monotonic() > deadline or self._nodes_waiting():
                     return
-                # Report again on every pass: if the store was restarted, it lost the report.
+                # Report in every iteration: if the store was restarted, it has lost the earlier
+                # report.
                 self._rendezvous.submit(NodeFinished(self._rendezvous.node))
                 self._end_if_peers_were_stopped()
                 time.sleep(max(0.1, self._config.monitor_interval))

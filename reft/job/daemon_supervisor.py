@@ -25,7 +25,8 @@ _BACKOFF_SECS = (0.1, 30.0)
 _STABLE_SECS = 60.0  # If a daemon ran at least this long, the delay before restarts is reset
 _KILL_SECS = 5.0
 # A daemon is killed after this number of consecutive requests, of 1 to 3 s each, without a reply.
-# The limits apply to a stopped process, to a running one, and to one that has not yet replied.
+# In this order, the limits apply to a stopped daemon, to a running one, and to one that has never
+# replied.
 _MAX_STOPPED, _MAX_UNANSWERED, _MAX_AT_START = 2, 15, 100
 
 
@@ -103,7 +104,7 @@ class DaemonSupervisor:
             began = time.monotonic()
             try:
                 # In a session of its own, the daemon does not receive the terminal's Ctrl-C. The
-                # launcher ends the daemon itself, after letting it write the newest version.
+                # launcher ends the daemon itself, after the daemon has written the newest version.
                 command = [sys.executable, "-P", "-m", "reft.node.daemon", str(self._job_dir.path)]
                 self._process = subprocess.Popen(
                     [*command, "--launcher-pid", str(os.getpid())], start_new_session=True
@@ -112,7 +113,8 @@ class DaemonSupervisor:
                 logger.warning("the node daemon cannot be started: %s", error)
                 self._process = None
             self._sent_workers = ()
-            # Count unanswered requests, not seconds: this launcher may have been stopped meanwhile.
+            # Count unanswered requests, not seconds: seconds also pass while this launcher is
+            # stopped.
             self._asked_at, self._has_answered, self._unanswered = 0.0, False, 0
             self._started.set()
             code = self._wait_for_end()
@@ -132,7 +134,8 @@ class DaemonSupervisor:
         """Watch the daemon until it ends.
 
         Returns:
-            Its exit code; None if it could not be started, or if this supervisor is ending it.
+            The daemon's exit code; None if the daemon could not be started, or if this supervisor
+            is ending it.
         """
         while self._process is not None and not self._ending.wait(_CHECK_SECS):
             code = self._process.poll()
@@ -161,7 +164,7 @@ class DaemonSupervisor:
         if process is None:
             return
         state = process_state(process.pid)
-        if state == TRACED:  # Under a debugger
+        if state == TRACED:  # A debugger may hold the daemon for any time
             return
         limit = _MAX_UNANSWERED if self._has_answered else _MAX_AT_START
         if state == STOPPED:

@@ -4,7 +4,7 @@ Every trainer publishes what it is doing in a progress page, a shared-memory pag
 directory, which its launcher reads. While a trainer is stalled, its launcher writes a report with
 the activities of all its trainers into the store's table of the round, and reads the other nodes'
 reports there. :func:`reft.node.hangs.name_culprit` compares the reports. All launchers compare the
-same reports, so they reach the same verdict, and each restarts its own trainers.
+same reports, so all reach the same verdict, and each restarts its own trainers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ logger = logging.getLogger(__name__)
 
 _POLL_SECS = 0.5
 _COURTESY_SECS = 2.0  # Head start for the culprit's node, so that it logs the stacks first
-_SILENT_SECS = 2.0  # Time for a removed node to return: if it is alive, its next heartbeat does so
+# Time for a removed node to return, which a living node does with its next heartbeat
+_SILENT_SECS = 2.0
 _STACKS_SECS = 3.0
 _MOST_STACK_CHARS = 16_000
 _SILENT_NODE = (
@@ -116,7 +117,8 @@ class HangDetector:
             self._silent_since = None
         now = time.monotonic()
         stalled = any(activity.stalled for activity in local)
-        # Once the trainers move again, replace the report that this node wrote by an empty one.
+        # Exchange reports while a trainer is stalled, and once more when all move again: an empty
+        # report then replaces this node's last one.
         has_news = stalled or self._written is not None
         if not has_news or now - self._exchanged_at < _POLL_SECS:
             return None
@@ -160,7 +162,8 @@ class HangDetector:
             return None
         if self._suspected_since is None:
             self._suspected_since = now
-        # A node writes no report while its trainers move. Assume that until the limit has passed.
+        # If a node has not reported, its trainers may still move. Assume so until the limit has
+        # passed.
         limit_secs = max(
             max(activity.page.hang_timeout_secs, step_limit_secs(activity.page))
             for activity in activities

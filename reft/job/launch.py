@@ -59,7 +59,7 @@ _TORCHS_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"  # TorchElastic's default
 
 
 class JobEnd(Enum):
-    """How the job ended on this node; decides what happens to its memory."""
+    """The way in which the job ended on this node; decides what happens to the job's memory."""
 
     UNFINISHED = auto()  # The job was stopped or has failed, and may be started again
     WELL = auto()  # All trainers exited without an error
@@ -258,7 +258,8 @@ class Launcher:
         options = self._options
         self._prepare_environment()
         if options.warm:
-            # The trainers will have this variable, because TorchElastic sets it for them.
+            # TorchElastic sets this variable for trainers. Set it for the fork server, too, so that
+            # the modules that it imports see the same environment.
             shared = {**os.environ, "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
             self._fork_server = ForkServer(options.preload, shared)
         rendezvous = self.rendezvous = self.backend.join()

@@ -1,4 +1,4 @@
-"""Runs several launchers on this machine, each a node that can be lost: for trials of a job."""
+"""Tries a job on this machine with several launchers, each for a node that can be killed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class LocalNode:
 
 
 class LocalNodes:
-    """Starts launchers, and finds all processes below them by a token in their environment.
+    """Starts launchers, and finds all their descendants by a token in the environment.
 
     Args:
         environment: variables for all nodes, in addition to those of this process.

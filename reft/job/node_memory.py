@@ -33,7 +33,8 @@ from reft.node.history import keep_history
 logger = logging.getLogger(__name__)
 
 EXITS_PREFIX = "exits-"  # Prefix of the directories with the trainers' exit notes
-# Wait for the lock: a launcher that was just killed holds it until the kernel has removed it.
+# Longest wait for the lock: a launcher that was just killed holds it until the kernel has removed
+# that process.
 _LOCK_SECS = 5.0
 
 

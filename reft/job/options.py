@@ -247,10 +247,11 @@ class LaunchOptions:
     dry_run: bool  # Whether trainers end before the first step, after printing reft's plan
     daemon: bool  # Whether to start a node daemon
     keep_memory: bool  # Whether the memory stays when the job ends well
-    # Seconds for trainers to commit and exit after a stop signal; None: as in the reft block
+    # Seconds for trainers to commit and exit after a stop signal; None: the value in the reft block
     grace_secs: float | None
     stop_secs: float  # Seconds for trainers to end when a round is over, before SIGKILL
-    # Consecutive restarts after lost peers, without progress, that do not count as restarts
+    # Number of consecutive restarts after lost peers, without progress, that do not count against
+    # ``--max-restarts``
     free_restarts: int
     restarts_renew: bool  # Whether each new version resets the count of used restarts
     # Whether a node that was stopped by a signal is replaced, rather than ending the whole job
@@ -259,7 +260,7 @@ class LaunchOptions:
     rank_stride: int
     devices: tuple[int, ...] | None  # Devices of this node that its trainers see; None: all
     warm: bool  # Whether trainers are forked from a process that has imported torch
-    preload: tuple[str, ...]  # Modules that this process imports
+    preload: tuple[str, ...]  # Modules imported by the process from which trainers are forked
 
     @property
     def join_timeout_secs(self) -> float:
@@ -405,8 +406,8 @@ def _choose_rendezvous(args: argparse.Namespace) -> None:
     elif args.rdzv_backend == _AUTO and args.rdzv_endpoint:
         args.rdzv_backend = REFT_BACKEND
     elif args.rdzv_backend == "static" or (args.rdzv_backend == _AUTO and old_style):
-        # In torchrun, these options give nodes fixed ranks, so that none can be replaced. Here they
-        # only say where the store is: node 0 serves it.
+        # In torchrun, these options give nodes fixed ranks, so that no node can be replaced. Here
+        # they only say where the store is: on node 0.
         args.rdzv_backend = REFT_BACKEND
         args.rdzv_endpoint = args.rdzv_endpoint or format_endpoint(
             args.master_addr, args.master_port or 29500
@@ -506,7 +507,7 @@ def _complete_rendezvous_conf(config: LaunchConfig) -> None:
     conf.setdefault("keep_alive_interval", 1 if config.max_nodes <= _SMALL_JOB_NODES else 5)
     conf.setdefault("keep_alive_max_attempt", 5 if config.max_nodes <= _SMALL_JOB_NODES else 3)
     # Limits the wait for the address of the trainers' store: the first node may die before it
-    # publishes that.
+    # publishes the address.
     conf.setdefault("read_timeout", min(30.0, float(conf["join_timeout"])))
     if config.min_nodes < config.max_nodes:
         conf.setdefault("last_call_timeout", 10)

@@ -71,19 +71,21 @@ STOPPED_CODES = (128 + signal.SIGTERM, 128 + signal.SIGINT)
 
 
 class ExitCause(StrEnum):
-    """Why a trainer ended."""
+    """The cause of a trainer's end."""
 
     REFUSED = "refused"
     """reft refused what the script requests, or the state that it would restore; or the script
     cannot be run. Every restart would end in the same way, so the job ends at once."""
     SIZE = "size"
-    """reft refused the number of nodes. Uses no restart: another number may fit."""
+    """reft refused the number of nodes. Not counted against ``--max-restarts``: another number of
+    nodes may work.
+    """
     OWN = "own"
-    """The trainer's own error, exit code or signal. Uses one of ``--max-restarts``."""
+    """The trainer's own error, exit code or signal. Counted against ``--max-restarts``."""
     PEER = "peer"
-    """Communication failed because another rank vanished. Uses no restart."""
+    """Communication failed because another rank vanished. Not counted as a restart."""
     STOPPED = "stopped"
-    """A peer was stopped, and the whole job exited after a last commit. Uses no restart."""
+    """A peer was stopped, and the job exited after a last commit. Not counted as a restart."""
     ENDED = "ended"
     """The trainer ended well while other ranks were still training. The reports of the other nodes
     decide whether their trainers failed because this one was gone."""
@@ -122,7 +124,7 @@ _PEER_MESSAGES = re.compile(
 
 
 def is_peer_failure(error: BaseException) -> bool:
-    """Whether an exception, or one in its chain, means that communication was lost.
+    """Whether an exception, or one in its chain of causes, means that communication was lost.
 
     Err towards True: a false positive costs a bounded number of restarts that do not count, but a
     false negative may end the job.
@@ -164,7 +166,7 @@ class ExitNote:
     """A trainer's own record of why it ended."""
 
     cause: ExitCause
-    error: str  # Type and first line of the message, shortened
+    error: str  # Type of the exception and first line of its message, shortened
 
     @classmethod
     def from_error(cls, error: BaseException) -> ExitNote:
@@ -205,7 +207,7 @@ class ExitNote:
 
 @dataclass(frozen=True)
 class WorkerExit:
-    """How one local trainer ended."""
+    """The end of one local trainer: exit code and exit note."""
 
     exit_code: int | None  # As ``Popen.returncode``: -n for signal n; None: still shutting down
     note: ExitNote | None
@@ -238,7 +240,7 @@ class WorkerExit:
 
 @dataclass(frozen=True)
 class TrainerFailure:
-    """Why a node's trainers failed, judged by those that ended before the agent ended the rest."""
+    """The cause of a node's failure, judged by the trainers that the agent did not end."""
 
     cause: ExitCause
     local_rank: int
@@ -269,7 +271,7 @@ def judge(exits: Mapping[int, WorkerExit]) -> TrainerFailure:
 def name_ended_early(failure: TrainerFailure, ended: Mapping[int, str]) -> TrainerFailure:
     """Blame a rank that ended well before the others, if nothing else explains the failure.
 
-    The other ranks then failed because they lost the connection to it.
+    The other ranks then failed because they lost the connection to that rank.
 
     Args:
         failure: the failure of this node's trainers.
@@ -362,9 +364,10 @@ def run_module(name: str) -> None:
 
 
 def _new_main(file: str) -> ModuleType:
-    """Install a new module ``__main__``. Unlike runpy's, it remains when the script has returned.
+    """Install a new module ``__main__``, which remains after the script has returned.
 
-    Exit handlers, threads and spawned children of the script use it then.
+    Exit handlers, threads and spawned children of the script still use that module. The one that
+    ``runpy`` installs is removed when the script returns.
     """
     main = ModuleType("__main__")
     main.__file__ = file
@@ -420,7 +423,8 @@ def _show(error: BaseException) -> None:
         while trace is not None and trace.tb_frame.f_code.co_filename in own_files:
             trace = trace.tb_next
         error.__traceback__ = trace
-        # The interpreter sets these, too: exit handlers recognize a failed script by them.
+        # Set the same variables as the interpreter: exit handlers recognize a failed script by
+        # them.
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
         sys.excepthook(type(error), error, trace)
     with contextlib.suppress(OSError, ValueError, AttributeError):
@@ -470,8 +474,8 @@ def leave(code: int) -> NoReturn:
     """Exit this process.
 
     With torch loaded, a complete shutdown of the interpreter takes a second. After the loss of a
-    peer the restart of the job would wait for that, so this process then skips it. In either case
-    threads are joined and exit handlers run.
+    peer the restart of the job would wait for the shutdown, so this process then skips it. Threads
+    are joined and exit handlers run nevertheless.
     """
     if code == EX_PEER_FAILED:
         python_threads: Any = threading
@@ -499,7 +503,8 @@ def run(argv: list[str]) -> int:
     """
     mark(BEGAN)
     hook_imports()
-    # -P of this process is not meant for the script; PYTHONSAFEPATH, set by the user, is.
+    # The option -P of this process is not meant for the script, but a PYTHONSAFEPATH that the user
+    # has set is.
     if not os.environ.get("PYTHONSAFEPATH"):
         if argv[0] == "-m":
             sys.path.insert(0, os.getcwd())

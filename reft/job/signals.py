@@ -23,8 +23,8 @@ class StopSignals:
         received: the first stop signal; None before it arrives.
         impatient: whether Ctrl-C was pressed again; the launcher then stops waiting for trainers.
         asked_to_leave: whether SIGUSR1 arrived. Reset by the code that acts on it.
-        closing: whether the launcher is shutting down. That takes a bounded time, so stop signals
-            no longer interrupt it.
+        closing: whether the launcher is shutting down. Shutting down takes a bounded time, so stop
+            signals no longer interrupt it.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class StopSignals:
         return time.monotonic() - self._received_at if self.received is not None else 0.0
 
     def ignore(self) -> None:
-        """Ignore all signals from here on, so that none changes the exit code.
+        """Ignore all signals until this process exits, so that none changes the exit code.
 
         An exiting interpreter restores the default actions of handled signals, and the default
         action of a stop signal would kill the process.

@@ -29,8 +29,9 @@ from reft.job.trainer_store import deal_ranks, trainer_environ
 logger = logging.getLogger(__name__)
 
 _CONSECUTIVE_FAILURES_SECS = 1.0
-"""How long to wait for the failures that follow a first one. The trainers of a node fail one after
-another, and the one whose failure is noticed first need not be the one that failed first."""
+"""Time to wait for further failures after the first one. The trainers of a node fail one after
+another, and the one whose failure is noticed first need not be the one that failed first.
+"""
 _OWN_CAUSES = (ExitCause.REFUSED, ExitCause.OWN)
 _CLOSE_SECS = 30
 _MAX_NAMED = 10
@@ -39,7 +40,7 @@ _OPTIONAL_ARGUMENTS = ("numa_options", "duplicate_stdout_filters", "duplicate_st
 
 
 class Trainers:
-    """The trainers of one node. The object is used for one round after another.
+    """The trainers of one node. One object serves all rounds.
 
     Args:
         options: options of the launcher.
@@ -109,7 +110,8 @@ class Trainers:
         local_size, world_size = len(ranks), sum(agreement.workers)
         node = (group_rank, len(agreement.members))
         # Older versions of torch put the number of restarts into the store keys under which
-        # trainers find each other. Derive it from the round, which is the same on all nodes.
+        # trainers find each other. Derive the number from the round, which is the same on all
+        # nodes.
         restarts = (agreement.round - 1, config.max_restarts)
         shared = {
             "ROLE_NAME": config.role,
@@ -155,7 +157,7 @@ class Trainers:
     def ended(self) -> dict[int, ProcessFailure] | None:
         """Return the failed trainers by local rank, empty if none failed; None while any runs.
 
-        TorchElastic, which is asked here, ends all other trainers as soon as one has failed.
+        TorchElastic gives the answer, and ends all other trainers as soon as one has failed.
         """
         result = self._context.wait(0)
         if result is None:
@@ -168,8 +170,8 @@ class Trainers:
         failures = {}
         for local_rank, process in self._processes().items():
             code = process.poll()
-            # A trainer whose script ended well may still fail while the process shuts down. Then
-            # the exit code counts, not its note.
+            # A trainer whose script ended well may still fail while the process shuts down. In that
+            # case the exit code counts, not the trainer's note.
             note = None if self.script_has_ended(local_rank) else self._read_note(local_rank)
             if code not in (None, 0) or (note is not None and code is None):
                 failures[local_rank] = WorkerExit(code, note)
@@ -185,7 +187,7 @@ class Trainers:
             failures: the failures that :meth:`failures` returned.
 
         Returns:
-            The failures known when the wait ends, as :meth:`failures` returns them.
+            The failures known when the wait ends, by local rank.
         """
         deadline = time.monotonic() + _CONSECUTIVE_FAILURES_SECS
         while failures and time.monotonic() < deadline:
@@ -199,7 +201,7 @@ class Trainers:
         return failures
 
     def ended_well(self) -> dict[int, str]:
-        """Describe the trainers that ended well, or whose script did, by local rank.
+        """Describe, by local rank, the trainers that ended well, or whose script has ended well.
 
         Returns:
             Text with the exit code and, if known, the last step of each such trainer.

@@ -278,7 +278,8 @@ class ForkServer:
         """Return the connection to the server, which is started again if it has died.
 
         Returns:
-            None if trainers with the environment ``env`` must start without preloaded imports.
+            The connection; None if trainers with the environment ``env`` must start without
+            preloaded imports.
         """
         code = self._process.poll()
         if code not in (None, _EX_NOT_FORKABLE) and self._starts < _MAX_STARTS:
@@ -335,7 +336,7 @@ class ProcTitle:
         self._command, self._command_end, self._environ, self._environ_end = map(int, fields[45:49])
 
     def show(self, argv: Sequence[str], environ: Mapping[str, str]) -> None:
-        """Make /proc show these values from now on; values that do not fit are left out."""
+        """Make /proc show the given values; values that do not fit are left out."""
         variables = [f"{name}={value}" for name, value in environ.items()]
         _write(self._environ, self._environ_end, variables)
         _write(self._command, self._command_end, argv)
@@ -352,7 +353,7 @@ def _write(start: int, end: int, texts: Sequence[str]) -> None:
 
 
 def serve(connection: socket.socket, title: ProcTitle, path: Sequence[str]) -> ForkRequest:
-    """Serve fork requests; the server itself never returns from here, only forked processes do.
+    """Serve fork requests. In the server this function never returns; in a forked process it does.
 
     When the launcher closes the connection, the server process exits.
 
@@ -378,8 +379,8 @@ def serve(connection: socket.socket, title: ProcTitle, path: Sequence[str]) -> F
         # kernel makes the launcher, as subreaper, its parent.
         between = os.fork()
         if between == 0:
-            # Set before the program's process exists, because other tools find that process by
-            # its command and environment.
+            # Set the title before the program's process exists, because other tools find that
+            # process by its command and environment.
             title.show(request.command(), request.env)
             between, pid = os.getpid(), os.fork()
             if pid:
@@ -458,9 +459,9 @@ def _count_threads() -> int:
 
 
 def _restart_on_variables(request: ForkRequest) -> None:
-    """Restart this trainer without preloaded imports if they have missed a variable (P1).
+    """Restart this trainer without preloaded imports if the script sets a variable too late (P1).
 
-    They have if the script sets an environment variable that libraries read at import.
+    It is too late for a variable that libraries read when they were imported.
     """
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:

@@ -28,8 +28,8 @@ from reft.node.stragglers import Straggler
 WORTH = 0.2
 _ROUNDING = 1e-9
 _OFTEN = 3  # Losses of a node after which it is replaced
-# More memory is advised from this share in use, namely this multiple of the largest use. DLRover
-# acts before memory runs out, too, but its paper gives no threshold.
+# If at least the first share of memory is in use, advise more: the second number times the peak
+# use. DLRover acts before memory runs out, too, but its paper gives no threshold.
 _MEMORY_RISK, _MEMORY_ROOM = 0.9, 1.25
 _MIN_STEPS = 50  # Fewest steps of a round from which its speed is computed (DLRover's window)
 _API_VERSION, _ROLE = "elastic.iml.github.io/v1alpha1", "worker"
@@ -52,11 +52,12 @@ class SpeedSample:
 
 
 class Memory(NamedTuple):
-    """That memory of a node's host of which the largest share is in use."""
+    """The fullest memory of a node's host, by the share in use."""
 
     node: str
     use: MemoryUse
-    runs_out: str = ""  # Text that says when the memory will be full; empty if it will not be
+    # Text that says when the memory will be full; empty if no such time is forecast
+    runs_out: str = ""
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ def situation(
 
 
 def _memory(path: Path, reports: Sequence[NodeReport]) -> Iterator[Memory]:
-    """Find the fullest memory of each node that reports its memories; if none does, of this one."""
+    """Find the fullest memory of each node that reports its memories; if none does, this node's."""
     known = []
     for report in reports:
         if report.memory:
@@ -175,7 +176,8 @@ def advise(job: JobSituation) -> tuple[Advice, ...]:
 def applicable(job: JobSituation, advices: Sequence[Advice]) -> Advice | None:
     """Return the first advice that ``reft scale`` can carry out at once; None if there is none.
 
-    Nodes can be replaced or added only by nodes that wait, and memory only by a person.
+    Nodes can be replaced or added only by nodes that wait, and memory can be added only by a
+    person.
     """
     for advice in advices:
         if advice.action in (AdvisedAction.DROP, AdvisedAction.REMOVE):
@@ -191,7 +193,8 @@ def applicable(job: JobSituation, advices: Sequence[Advice]) -> Advice | None:
 def dropping_pays(nodes: int, factor: float) -> bool:
     """Whether a synchronous job with a fixed global batch is faster without its slow node.
 
-    Without the slow node, each other node does n / (n - 1) times its work. With it, they wait.
+    Without the slow node, each other node does n / (n - 1) times its work. With the slow node, the
+    others wait for it.
 
     Args:
         nodes: number of nodes of the job.
@@ -222,7 +225,7 @@ def _about_stragglers(job: JobSituation) -> Iterator[Advice]:
 
 
 def _about_losses(job: JobSituation) -> Iterator[Advice]:
-    """Advise to replace a node that was lost three times or more: half of all losses or more."""
+    """Advise to replace a node with at least three losses, and at least half of all losses."""
     total = sum(job.losses.values())
     for node, times in job.losses.items():
         if node in job.nodes and times >= _OFTEN and 2 * times >= total:
@@ -260,7 +263,7 @@ def estimate_gain(before: SpeedSample, after: SpeedSample) -> float:
 
 
 def _about_workers(job: JobSituation) -> Iterator[Advice]:
-    """Apply DLRover's rule: add workers if the last increase was worth it, else take them back."""
+    """Apply DLRover's rule: add workers if the last increase paid off, otherwise undo it."""
     if not job.speeds:
         return
     now = job.speeds[-1]

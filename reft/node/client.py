@@ -113,15 +113,15 @@ def request(
 
 @dataclass(frozen=True)
 class TrainerReport:
-    """A trainer's report on its versions. Versions are given as incarnation and step."""
+    """A trainer's report on its versions, each given as (number of the job's start, step)."""
 
     incarnation: int  # Number of the job's start to which the trainer belongs
     committed: tuple[int, int] | None = None  # Newest committed version
     due: tuple[int, int] | None = None  # Newest version that the daemon has to write to storage
-    # First version of the present time in which memory is too small to survive the loss of a node;
-    # None if it is large enough
+    # First version since memory became too small to survive the loss of a node; None if memory is
+    # large enough now
     unprotected_since: tuple[int, int] | None = None
-    stale_cause: str | None = None  # Why the last version was skipped
+    stale_cause: str | None = None  # Reason why a version was last skipped; None if none was
     stats: dict[str, Any] = field(default_factory=dict)  # Result of SnapshotStats.to_json
 
     @property
@@ -265,7 +265,8 @@ class DaemonClient:
         try:
             self._page.write_report(vars(self._report))
         except ValueError as error:
-            # Too long: leave out the statistics. The daemon needs only the versions.
+            # The report is too long, so leave out the statistics. The daemon needs only the
+            # versions.
             logger.warning("the statistics are left out: %s", error)
             self._page.write_report(vars(replace(self._report, stats={})))
         self._wake()

@@ -15,7 +15,7 @@ from reft.memory.jobdir import JobDir
 
 
 class _ArenaView(NamedTuple):
-    """What was last read of an arena."""
+    """An arena's header as last read, and a mark to see whether it has changed since."""
 
     mark: tuple[object, ...]  # Value that changes whenever the file or its header changes
     offsets: tuple[int, int]  # File offsets of the two records of the header
@@ -25,8 +25,8 @@ class _ArenaView(NamedTuple):
 class CommitWatch:
     """Reads the headers of a node's arenas. Thread-safe.
 
-    An arena is read again only if its header has changed, because verifying the header takes
-    hundreds of kilobytes of block table. No arena stays mapped between two calls, so the memory of
+    An arena is read again only if its header has changed, because to verify the header, hundreds of
+    kilobytes of block table must be read. No arena stays mapped between two calls, so the memory of
     a removed arena is free at once (P9).
     """
 
@@ -73,7 +73,7 @@ class CommitWatch:
 
 
 def _mark(fd: int, offsets: tuple[int, int]) -> tuple[object, ...]:
-    """Return a value that changes with the file or with either record of its header.
+    """Return a value that changes if the file or one of its header's two records changes.
 
     It holds the file's identity and size, and each record's sequence number, hash and MAC.
     """

@@ -61,8 +61,8 @@ _STATUS_SECS = 0.2
 _IDLE_CONNECTION_SECS = 3600.0
 _LAUNCHER_STOPPED_SECS = 5.0
 _WRITE_PAUSE_SECS = 60.0  # Time without progress after which a write to storage counts as hanging
-# Largest difference between two readings of one process's start time. It may change because it
-# is computed from the kernel's boot time, which clock corrections move.
+# Largest difference between two readings of one process's start time. A start time may change
+# because it is computed from the kernel's boot time, which clock corrections move.
 _SAME_START_SECS = 2.0
 
 
@@ -163,7 +163,8 @@ class Daemon:
             "job_id": job_dir.job_id,
             "started_unix_secs": time.time(),
         }
-        self._changed = threading.Event()  # Set to write the status at once
+        # Event that makes the daemon write the status file at once
+        self._changed = threading.Event()
         self.persister = Persister(job_dir, persist, on_attempt=self._changed.set)
         self.status = NodeStatus(job_dir.path, facts, self.persister.status)
         self.metrics = MetricsServer(job_dir, self.status.snapshot)
@@ -247,7 +248,7 @@ class Daemon:
     def _is_abandoned(self) -> bool:
         """Whether no further job step of the batch system is expected.
 
-        When a job step has ended, this also starts to write its newest version to storage.
+        When a job step has ended, this method also starts to write the newest version to storage.
         """
         path = self._job_dir.path
         if not path.is_dir():
@@ -290,7 +291,7 @@ class Daemon:
     def _listen(self) -> None:
         """Make the socket and the named pipe, in place of a dead daemon's; then listen.
 
-        Their modes let only this user open them.
+        Only this user may open the socket and the pipe.
         """
         path = self._job_dir.path
         for name in (SOCKET_NAME, WAKE_NAME):
@@ -359,8 +360,8 @@ class Daemon:
                 continue
             self._reports[local_rank] = report
             self.status.set_report(local_rank, report)
-            # In the first report that this daemon reads, a due version that is not the newest one
-            # is a matter of the daemon before it: ignore it.
+            # In the first report that this daemon reads, ignore a due version that is not the
+            # newest one: to write that version was the task of the daemon before this one.
             known_due = before.due if before is not None else None
             is_past = before is None and report.due != report.committed
             # Offer the due version before the newest one, which may itself not be due.
@@ -374,7 +375,7 @@ class Daemon:
                 since = report.unprotected_since
                 if before is not None and since is not None and since != before.unprotected_since:
                     # A new period without protection began. Every node has to write the first
-                    # version of that period, also a node that reads only a later report.
+                    # version of that period, even a node that reads only a later report.
                     self.persister.offer(VersionId(*since), unprotected=False)
                     self.persister.offer(VersionId(*since), unprotected=True)
                 self.persister.offer(label, unprotected=since is not None)
@@ -402,7 +403,7 @@ class Daemon:
         if not stopped or secs <= _LAUNCHER_STOPPED_SECS:
             return
         # Restart the timer: the launcher may stop again, as background processes of a terminal do,
-        # and then gets the same time.
+        # and then gets the same time before it is continued.
         self._launcher_still = ChangeTimer()
         logger.warning("the launcher (process %d) is stopped; it is continued", self._launcher_pid)
         with contextlib.suppress(OSError):

@@ -32,9 +32,10 @@ class GoodputTimes:
     repeated_steps: int = 0  # Number of steps repeated after rollbacks
     repeated_secs: float = 0.0  # Time of the repeated steps
     samples: int = 0  # Samples trained on, without repetitions
-    flops: float = 0.0  # Operations of the model for these samples; 0 if unknown
+    flops: float = 0.0  # Operations of the model for the samples trained on; 0 if unknown
     starting_secs: float = 0.0  # Time until the first step
-    recovering_secs: float = 0.0  # Later time without steps: trainers were gone or loading
+    # Time without steps after the first step: trainers were gone or loading
+    recovering_secs: float = 0.0
     snapshot_secs: float = 0.0  # Time that training waited for versions
     straggler_secs: float = 0.0  # Upper bound of the time that stragglers cost
 

@@ -23,12 +23,13 @@ from pydantic import TypeAdapter
 from reft.node.progress import Phase, TrainerView
 from reft.node.step_clock import StepPhase, find_phase
 
-# A longest step that is shorter counts as this long: a busy machine may delay a step by seconds.
+# A trainer's longest step counts as at least this long: a busy machine may delay a step by seconds.
 MIN_STEP_SECS = 0.75
 _MAX_GAP_SECS = 2.0  # Longest counted time between two polls
 STOPPED, TRACED = "T", "t"
 _STATES = {STOPPED: ", stopped", "D": ", waits in the kernel", "": ", gone", "Z": ", gone"}
-_LOADING = ("LoadMicroBatch",)  # Instructions without the limit of a step: data may come late
+# Instructions to which the limit for a step does not apply, because data may come late
+_LOADING = ("LoadMicroBatch",)
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class TrainerActivity:
     def stalled(self) -> bool:
         """Whether the trainer has been quiet for longer than a step may take, in any phase.
 
-        Its node then reports it to the others.
+        Its node then reports the trainer to the other nodes.
         """
         return self.page.hang_factor > 0 and self.quiet_secs > step_limit_secs(self.page)
 
@@ -79,7 +80,7 @@ def step_limit_secs(page: TrainerView) -> float:
 
 
 def limit_secs(page: TrainerView) -> float | None:
-    """Return for how long a trainer may be quiet in its current phase; None if not watched."""
+    """Return how long a trainer may be quiet in its current phase; None if it is not watched."""
     if page.hang_factor == 0 or page.state == TRACED or page.phase in (Phase.PAUSED, Phase.ENDED):
         return None
     in_step = page.phase is Phase.STEP and page.step_secs > 0 and page.instruction not in _LOADING
@@ -158,7 +159,8 @@ def name_culprit(activities: Sequence[TrainerActivity]) -> HangDiagnosis | None:
         activities: activities of all known trainers.
 
     Returns:
-        None if the job does not hang, or waits for a rank that is still within its limit.
+        The ranks and the reason; None if the job does not hang, or waits for a rank that is still
+        within its limit.
     """
     suspects = [a for a in activities if a.suspected]
     if not suspects:

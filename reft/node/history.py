@@ -50,7 +50,7 @@ class RoundReport:
     round: int  # Number of the start; 1 for the first one under a launcher
     unix_secs: float  # Time at which all nodes were present
     nodes: list[str] = field(default_factory=list)
-    # Why trainers of the previous round ended: node, rank, and signal, exit code or error
+    # Reasons why trainers of the previous round ended: node, rank, and signal, exit code or error
     failures: list[str] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)  # Nodes that vanished since the previous round
     joined: list[str] = field(default_factory=list)  # Nodes that were not in the previous round
@@ -65,7 +65,7 @@ class RoundReport:
     # Time at which the launcher saw that a trainer of the previous round had failed; None if none
     # had failed
     failed_unix_secs: float | None = None
-    ended: str | None = None  # Why the job ended in this round; None if it did not end
+    ended: str | None = None  # Reason why the job ended in this round; None if it did not end
 
 
 _ROUND = TypeAdapter(RoundReport)
@@ -139,7 +139,7 @@ def _require_text(value: Any) -> str:
 
 
 def _split_start(formed: float, resumed: float, times: Mapping[str, float]) -> dict[str, float]:
-    """Split the time of a start, until the state is restored, into parts.
+    """Split the time from a start of the trainers until the state is restored into parts.
 
     Args:
         formed: time at which all nodes were present.
@@ -160,7 +160,8 @@ def _split_start(formed: float, resumed: float, times: Mapping[str, float]) -> d
     secs["transfer"] = max(0.0, resumed - since)
     if {"groups", "grouped"} <= times.keys():
         groups = secs["groups"] = max(0.0, times["grouped"] - times["groups"])
-        # The process groups are created during one of these parts: subtract their time from it.
+        # Creating the process groups counts as a part of its own, but happens during one of these
+        # parts: subtract its time there.
         for part in ("script", "engine", "joining"):
             if part in secs and times["groups"] < times[ends[part]]:
                 secs[part] = max(0.0, secs[part] - groups)
@@ -192,7 +193,7 @@ def after_failure(job_dir: Path) -> str:
     """Describe the failure that led to the newest start, as the end of a sentence.
 
     Returns:
-        An empty text if no failure preceded the start.
+        The description; empty if no failure preceded the start.
     """
     for row in restarts_among(read_history(job_dir)[-1:]):
         since = row.failed_unix_secs

@@ -43,8 +43,9 @@ from reft.node.tolerance import find_holders, read_scheme, tolerance_now
 logger = logging.getLogger(__name__)
 
 _PERIOD_SECS = 1.0
-_NODES_PER_SEC = 64  # With more nodes than this, the period is longer in proportion
-_OFFLINE_PERIODS = 6  # Periods of silence after which a node is OFFLINE
+# With more nodes than this, the time between two reports is longer in proportion
+_NODES_PER_SEC = 64
+_OFFLINE_PERIODS = 6  # Number of missed reports after which a node is OFFLINE
 _SHOWN_SECS = 600.0  # Time for which a replaced node stays on the board
 _MAX_REPLACED = 16  # Most replaced nodes on the board
 _CLOSE_SECS = 3.0
@@ -62,7 +63,7 @@ class JobStatus:
         has_daemon: whether the node has a daemon.
 
     Attributes:
-        board: the board as this launcher last read it.
+        board: the board (the reports of all nodes) as this launcher last read it.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class JobStatus:
         self._goodput = GoodputCounters(path, known.counts if known is not None else None)
         self._warned_memories: set[str] = set()
         self._warned_round = 0
-        self._reason = ""  # Why the launcher ends, for the last report
+        self._reason = ""  # Reason why the launcher ends, for the last report
         self._wake = threading.Event()
         self._ending = threading.Event()
         self._closed = False
@@ -155,13 +156,13 @@ class JobStatus:
         return read_scheme(self.board.nodes)
 
     def tolerance_left(self, incarnation: int) -> int | None:
-        """Return how many further node losses the job survives, as ``tolerance_now`` computes it.
+        """Return how many further node losses the job survives, wherever they occur.
 
         Args:
             incarnation: number of this start of the job.
 
         Returns:
-            None until every rank has a version of this start.
+            The number; None until every rank has a version of this start.
         """
         nodes = self.board.nodes
         _, holders = find_holders(nodes)
@@ -169,7 +170,7 @@ class JobStatus:
         return tolerance_now(nodes) if newest and min(newest) >= incarnation else None
 
     def close(self, why: str) -> None:
-        """Send the last report, with ``why`` the launcher ends, and stop the thread."""
+        """Send the last report and stop the thread; ``why`` says why the launcher ends."""
         self._reason = why or "ended"
         self._ending.set()
         self._wake.set()
@@ -205,7 +206,8 @@ class JobStatus:
         report = self._observe()
         if ending:
             report = report.model_copy(update={"left": True, "why": self._reason})
-            # Write the copy before the exchange, too, because the store may not answer.
+            # Write the copy of the board before the exchange, too, because the store may not
+            # answer.
             self._write_copy(report)
         try:
             self._exchange(report)

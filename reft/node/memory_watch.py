@@ -89,7 +89,7 @@ class MemorySample:
 
 class _Growth(NamedTuple):
     first: MemorySample  # First sample of the period of growth
-    last: MemorySample  # Last sample of that period
+    last: MemorySample  # Last sample of the period of growth
     bytes_per_sec: float
 
 
@@ -120,7 +120,7 @@ class MemoryTrend:
                 self._growth = None
 
     def _add_coarse(self, sample: MemorySample) -> None:
-        """Add a sample to the coarse series, which keeps the largest one of each stride.
+        """Add a sample to the coarse series, which keeps the largest of every ``_stride`` samples.
 
         When the series is too long, the stride is doubled.
         """
@@ -146,7 +146,7 @@ class MemoryTrend:
             steps_per_sec: speed of the job; None if unknown.
 
         Returns:
-            None if the memory is not running out.
+            The forecast; None if the memory is not running out.
         """
         if self._growth is None:
             return None
@@ -181,14 +181,15 @@ def _find_growth(
     """Find the longest series up to the last sample that grows and will fill the memory soon.
 
     Args:
-        samples: recent samples, oldest first. Tried are the whole series, its last half, its last
-            quarter, and so on.
+        samples: recent samples, oldest first. The whole series, its last half, its last quarter,
+            and so on are tried.
         earlier: samples of a longer time. A series counts as growth only if its last sample is
-            larger than all of these that come before the series.
+            larger than all of ``earlier`` that come before the series.
         limit_bytes: size of the memory.
 
     Returns:
-        None if no series grows, or the memory will be full only later than a forecast may look.
+        The growth; None if no series grows, or if the memory will not be full within the time that
+        a forecast looks ahead.
     """
     size = len(samples)
     while size >= _MIN_SAMPLES:
@@ -237,7 +238,7 @@ def _final_level(samples: Sequence[MemorySample]) -> float:
         fmean((b.used_bytes - (a.used_bytes + c.used_bytes) / 2) ** 2 for a, b, c in triples) / 1.5
     )
     third_secs = (ended - began) / 2
-    # Error of the ratio of the two rates, as two standard deviations of each rate.
+    # Margin of error of ``ratio``, if each rate may be wrong by two standard deviations.
     noise = 4 * sqrt(3 * variance / len(samples)) / (before * third_secs)
     ratio = now / before - noise
     return inf if ratio >= 1 else late + now * third_secs * max(0.0, ratio / (1 - ratio))
@@ -325,7 +326,7 @@ class MemoryWatch:
         """
         for page in pages:
             yield f"rank {page.rank} (pid {page.pid})", private_bytes(page.pid)
-            # For example the workers of a data loader.
+            # A trainer's children use memory, too, for example the workers of a data loader.
             children = Path(f"/proc/{page.pid}/task/{page.pid}/children")
             pids: list[int] = []
             with suppress(OSError, ValueError):
@@ -353,6 +354,6 @@ def private_bytes(pid: int) -> int:
 
 
 def fullest(uses: Iterable[MemoryUse]) -> MemoryUse | None:
-    """Return that memory of the host of which the largest share is in use; None without any."""
+    """Return the fullest memory of the host, by the share in use; None if none is known."""
     known = [use for use in uses if not use.device and use.limit_bytes > 0]
     return max(known, key=lambda use: use.peak_bytes / use.limit_bytes, default=None)

@@ -64,7 +64,7 @@ class MonitorWriter:
         self._newest = step
 
     def after_step(self, step: int) -> None:
-        """Write the events of a new step if it is one to write. Never raises (P6).
+        """Write the events of a new step if a write is due. Never raises (P6).
 
         Args:
             step: last completed step. This method is called after every micro-batch, so the same

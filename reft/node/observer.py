@@ -42,7 +42,8 @@ class StepRate:
     """Computes steps per second over the last 64 steps, including the time between steps."""
 
     def __init__(self) -> None:
-        self._steps: deque[tuple[int, int]] = deque(maxlen=_RATE_STEPS)  # Step, nanoseconds
+        # (step number, time of that step in nanoseconds on the monotonic clock)
+        self._steps: deque[tuple[int, int]] = deque(maxlen=_RATE_STEPS)
         self._pid = 0
 
     def poll(self, page: TrainerView) -> float | None:
@@ -206,7 +207,7 @@ def _newest_complete(headers: Iterable[ArenaHeader]) -> _Label:
 def _newest_shards(headers: Iterable[ArenaHeader]) -> tuple[Shard, ...]:
     """Choose a shard for each rank that keeps arenas on this node.
 
-    It is the newest committed one; if none is committed, the newest complete one.
+    The newest committed shard is chosen; if none is committed, the newest complete one.
     """
 
     def worth(header: ArenaHeader) -> tuple[bool, VersionId]:

@@ -69,7 +69,8 @@ class Phase(IntEnum):
     ENDED = 8
 
 
-# Phases whose longest duration is kept on the page. The longest step is found in the ring.
+# Phases whose longest duration is kept on the page. The longest step is computed from the ring of
+# step times.
 _MEASURED = (Phase.EVALUATION, Phase.SAVING, Phase.BETWEEN)
 
 
@@ -96,10 +97,11 @@ class TrainerView:
     nanos: int  # Time of the trainer's last write, by the host's monotonic clock
     hang_factor: float  # `hang_factor` of the reft block; 0: the trainer is not watched
     hang_timeout_secs: float  # `hang_timeout_secs` of the reft block
-    step_secs: float  # Longest of the last 64 steps without the first one; 0: none yet
+    # Time of the longest of the last 64 steps; the first step does not count; 0: none yet
+    step_secs: float
     phase_secs: float  # Longest time in the current phase so far; 0: none yet
     stack_signal: int  # Signal on which the trainer writes its stacks; 0: none
-    state: str  # State of the process, a letter as in /proc/PID/stat; empty if it is gone
+    state: str  # State of the process, a letter as in /proc/PID/stat; empty if there is no process
     samples_per_step: int = 0  # Samples in a step of the whole job; 0 if unknown
     device: DeviceUse | None = None  # None if the trainer has no device
     flops_per_token: int = 0  # Operations of the whole model; 0 if unknown, negative with experts
@@ -120,7 +122,7 @@ class RankSteps:
     rank: int
     pid: int
     at: tuple[int, int, int]  # Pipeline stage, replica and tensor slice of the rank
-    steps: tuple[StepTimes, ...]  # In the order of step numbers
+    steps: tuple[StepTimes, ...]  # Times of the last steps, in the order of step numbers
 
 
 class _Page(Structure):
@@ -331,12 +333,12 @@ def read_pages(job_dir: Path) -> list[TrainerView]:
 
 
 def read_reports(job_dir: Path) -> dict[int, dict[str, Any]]:
-    """Read the reports of this node's trainers, by local rank; skip half-written ones."""
+    """Read the reports of this node's trainers, by local rank; skip half-written reports."""
     return dict(_read_each(job_dir, _read_report))
 
 
 def read_times(job_dir: Path) -> list[RankSteps]:
-    """Read the last steps of this node's trainers, except those whose coordinate is not yet set."""
+    """Read the last steps of this node's trainers; skip trainers whose coordinate is not set."""
     return _read_each(job_dir, _read_steps)
 
 
@@ -411,7 +413,7 @@ _pages: WeakSet[ProgressPage] = WeakSet()
 def open_page(
     job_dir: Path, local_rank: int, rank: int, hang_factor: float, hang_timeout_secs: float
 ) -> ProgressPage:
-    """Make this process's page, and let a signal write stacks to a file; see ProgressPage."""
+    """Make this process's progress page, and let a signal write the process's stacks to a file."""
     page = ProgressPage(job_dir, local_rank, rank, hang_factor, hang_timeout_secs)
     _pages.add(page)
     if signal.getsignal(_STACK_SIGNAL) is signal.SIG_DFL:

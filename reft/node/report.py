@@ -54,7 +54,7 @@ class _Message(BaseModel):
         """Decode a message that :meth:`pack` has encoded.
 
         Raises:
-            ValueError: the bytes are no such message, or unpack to more than 64 MiB.
+            ValueError: the bytes are not an encoded message, or unpack to more than 64 MiB.
         """
         unpacking = zlib.decompressobj()
         try:
@@ -81,7 +81,8 @@ class Shard:
     """One rank's part of a version, complete in a node's memory."""
 
     at: tuple[int, int, int]  # Pipeline stage, replica and tensor slice of the rank
-    degrees: tuple[int, int, int]  # Parallel degrees of the job then, in the same order
+    # Degrees of pipeline, data and tensor parallelism of the job when the version was taken
+    degrees: tuple[int, int, int]
     label: tuple[int, int]  # Id of the version: number of the job's start, and step
     scheme: str = ""  # Protection scheme of the version, such as "arc:2+aec"; empty if unknown
     sealed_unix_secs: float = 0.0  # Time at which the shard became complete
@@ -92,23 +93,24 @@ class NodeReport(_Message):
     node: str
     # Failure domain: the node if the user gave it an id, otherwise its host
     domain: str
-    number: int = 0  # Number of the report, higher than that of the node's previous one
+    number: int = 0  # Number of the report, higher than the number of the node's previous report
     round: int = 0  # Round of the node's trainers; 0 before the first
-    spare: bool = False  # Whether the node waits until another one is lost
+    spare: bool = False  # Whether the node waits until another node is lost
     signal: HealthSignal = HealthSignal.HEALTHY
     times: dict[HealthSignal, float] = {}  # Time at which each signal last began, in Unix seconds
     doing: _Text = ""  # State of the launcher, as a text for users
     doing_since_unix_secs: float | None = None
-    why: _Text = ""  # What is wrong; empty if nothing is
+    why: _Text = ""  # Text that says what is wrong; empty if nothing is wrong
     step: int | None = None  # Last step that the node's trainers completed
-    steps_per_sec: float | None = None  # Mean over the last steps
+    steps_per_sec: float | None = None  # Mean speed over the last steps
     # For each rank whose arenas are on this node: its newest committed or else complete version
     shards: tuple[Shard, ...] = ()
     trainers: int = 0  # Number of running trainers
     # Number of node losses that the protection survives if no node is missing; None if unknown
     tolerance: int | None = None
     restarts: int = 0  # Restarts of the trainers after failures
-    recovery: RoundReport | None = None  # Last of these restarts, without the names of all nodes
+    # Last restart after a failure, without the names of all nodes
+    recovery: RoundReport | None = None
     warnings: _Texts = ()
     memory: tuple[MemoryUse, ...] = ()  # Use of each memory that limits the node's trainers
     runs_out: tuple[MemoryForecast, ...] = ()  # Memories that are running out, the soonest first
@@ -116,7 +118,7 @@ class NodeReport(_Message):
     # Times of the trainers' last steps, for the aggregator (the launcher that merges all reports).
     # Left out of the board.
     ranks: tuple[RankSteps, ...] = ()
-    left: bool = False  # Whether the launcher has ended; this is then its last report
+    left: bool = False  # Whether the launcher has ended, so that this is its last report
     # The aggregator sets the following fields by its own clock.
     silent_secs: float = 0.0  # Time since a report with a new number arrived
     quiet: bool = False  # Silent for a third of the time after which the node is OFFLINE
@@ -141,7 +143,8 @@ class ReportBoard(_Message):
     unix_secs: float = 0.0  # Time of the merge, by the aggregator's clock
     nodes: tuple[NodeReport, ...] = ()
     slow: tuple[Straggler, ...] = ()  # Stragglers, the costliest first
-    speeds: tuple[RankSpeed, ...] = ()  # How each rank's steps divide into computing, waiting, ...
+    # Times of each rank's steps, divided into computing, waiting, ...
+    speeds: tuple[RankSpeed, ...] = ()
     written_unix_secs: float = 0.0  # Time at which a launcher wrote this copy on its own node
     # Time since which the launcher that wrote this copy cannot reach the store; None if it can
     store_lost_unix_secs: float | None = None
@@ -157,7 +160,7 @@ def read_board(path: Path) -> ReportBoard | None:
         path: the job's memory directory on the node.
 
     Returns:
-        None if there is no copy, or it cannot be read.
+        The board; None if there is no copy, or it cannot be read.
     """
     fields = read_json(path / BOARD_FILE)
     try:
@@ -179,7 +182,7 @@ def mark_silence(
     offline_after_secs: float,
     now: float,
 ) -> NodeReport:
-    """Return a node's report with the time of its silence updated. Pure.
+    """Return a node's report with the node's time of silence updated. Pure.
 
     Args:
         before: the node's report on the last board; None if the node was not on it.
@@ -203,7 +206,7 @@ def mark_silence(
 def mark_aggregator_silence(
     before: ReportBoard, board: ReportBoard, *, elapsed_secs: float, offline_after_secs: float
 ) -> ReportBoard:
-    """Return a board with the time updated for which its aggregator has been silent. Pure.
+    """Return a board with its aggregator's time of silence updated. Pure.
 
     Every other node calls this on the board that it reads, because an aggregator that writes no new
     board cannot report its own silence.

@@ -73,7 +73,7 @@ class StatusReader:
     def _read_board(self, now: float, running: bool) -> tuple[ReportBoard, list[str]]:
         """Return the newest board (reports of all nodes) and warnings about it.
 
-        Without launchers there is no board. Then one is made from the files of the given nodes.
+        Without launchers there is no board; a board is then made from the files of the given nodes.
         """
         board = newest_board(self.paths)
         if board is None:
@@ -108,8 +108,8 @@ def _find_state(
     """Find the state of a running job.
 
     Returns:
-        The state; and if the job waits for nodes: which ones, since when, and until when, else
-        None. "Until when" is None if only the launchers' join timeout applies.
+        The state; and a description of the wait for nodes, or None if the job waits for no node:
+        which nodes, since when, and until when (None if only the launchers' join timeout applies).
     """
     rounds = [row for path in paths for row in read_history(path)[-1:]]
     last = max(rounds, key=lambda row: row.unix_secs, default=None)
@@ -186,7 +186,8 @@ def _launcher_end(path: Path) -> str:
 def _is_running(path: Path) -> bool:
     """Whether any process of the job runs on the node.
 
-    The job's lock would tell, but trying to take it could make a process of the job fail.
+    This function does not test the job's lock: trying to take it could make a process of the job
+    fail.
     """
     if _daemon_runs(path) or any(page.state not in ("", "Z") for page in read_pages(path)):
         return True
@@ -196,7 +197,7 @@ def _is_running(path: Path) -> bool:
 
 
 def _find_end(paths: Sequence[Path]) -> str:
-    """Return why the job no longer runs, as far as these nodes know."""
+    """Return why the job no longer runs, as far as the given nodes know."""
     for path in paths:
         rounds = read_history(path)
         if rounds and rounds[-1].ended is not None:

@@ -61,8 +61,8 @@ class StepTimes(NamedTuple):
     """One step of one rank, in seconds."""
 
     step: int  # Number of the step
-    whole: float  # From the call of the engine to its return
-    compute: float  # Computing, without ``busy``
+    whole: float  # The whole step, from the call of the engine to its return
+    compute: float  # Computing, without waiting for a CPU core
     busy: float  # Ready to compute, but waiting for a CPU core
     linked: float  # Transfers with the neighbouring stages, including waiting
     collective: float  # Collectives, including waiting
@@ -76,7 +76,7 @@ class StepRecord(Structure):
     """The fields of :class:`StepTimes` in shared memory, in nanoseconds.
 
     The additional field ``end`` is a copy of ``step``. ``step`` is written first and ``end`` last,
-    so that only in a complete record both are equal.
+    so both are equal only in a complete record.
     """
 
     _fields_ = [(name, c_int64) for name in (*StepTimes._fields, "end")]
@@ -102,7 +102,7 @@ class StepClock:
 
     Attributes:
         phase_began: start of the current phase in nanoseconds. To exclude a time from the step, the
-            caller moves this forward by that time.
+            caller moves this start forward by that time.
     """
 
     def __init__(self, ring: Array[StepRecord]) -> None:
@@ -115,9 +115,10 @@ class StepClock:
         self._quickest = [_NONE_NANOS, _NONE_NANOS]
         self._transfers = 0
         # Nanoseconds that this thread, in phase COMPUTE, waited for a core; and the kernel's
-        # counter of such time, as of the start of that phase.
+        # counter of such waits, as read at the start of that phase.
         self._busy = self._busy_counter = 0
-        # Descriptor of the file with that counter; None: not opened yet, 0: the kernel has none.
+        # Descriptor of the file with the kernel's counter; None: not opened yet, 0: there is no
+        # counter.
         self._schedstat: int | None = None
 
     def begin(self, now: int) -> None:

@@ -2,10 +2,10 @@
 
 The input is the last steps of all ranks, as their nodes report them; no clock or file is read here.
 
-Only equals are compared: the data-parallel replicas of one pipeline stage and tensor slice, which
-compute the same on different data. So a stage with more work than the others is never reported, and
-a job with one replica has no stragglers. A link between two stages is compared with the same link
-of the other replicas.
+Only ranks with equal work are compared: the data-parallel replicas of one pipeline stage and tensor
+slice, which compute the same on different data. So a stage with more work than the others is never
+reported, and a job with one replica has no stragglers. A link between two stages is compared with
+the same link of the other replicas.
 
 A sequential test over the steps of a rank decides whether the rank is slow. The test value is the
 logarithm of its time over the median of its peers' times in the same step, so anything that slows
@@ -33,7 +33,7 @@ from typing import NamedTuple
 from reft.node.progress import RankSteps
 from reft.node.step_clock import StepTimes
 
-MAX_SHOWN = 64  # Largest number of ranks whose steps are shown; those that compute longest
+MAX_SHOWN = 64  # Most ranks whose steps are shown: the ones that compute longest
 STEP_PARTS = ("compute", "busy", "transfer", "wait", "other")  # Explained in RankSpeed
 _RANK_FACTOR, _LINK_FACTOR = 1.2, 2.0  # Factors of slowness that the tests look for
 _MIN_COST_SHARE = 0.01  # Smallest reported cost, as a share of the step
@@ -75,12 +75,12 @@ class Straggler:
     kind: SlownessKind
     name: str  # Name for users: "rank 3", "node2", "rank 1 (node0) - rank 3 (node2)"
     ranks: tuple[int, ...]  # The slow ranks, or the two ends of a link
-    nodes: tuple[str, ...]  # Nodes of these ranks
+    nodes: tuple[str, ...]  # Nodes of the slow ranks, or of the link's two ends
     since_step: int  # First slow step
     factor: float  # The straggler's time over its peers' time
     cost_secs: float  # Largest time that the straggler can cost the job in every step
     cost_share: float  # The same cost as a share of the step
-    why: str  # What the straggler is slow at
+    why: str  # Text that says in which part of a step the straggler is slow
 
     def __str__(self) -> str:
         return (
@@ -115,8 +115,9 @@ class SlowTest:
         self._shift = math.log(factor)
         self._last: deque[float] = deque(maxlen=_WINDOW_STEPS)  # Slowness of each step
         self._evidence = 0.0
-        # First step since the evidence was last zero, and data of the last steps since then
+        # First step since the evidence was last zero
         self._first_step: int | None = None
+        # The last steps since that step, and the total time of all steps since then
         self._stretch: deque[_StretchStep] = deque(maxlen=_WINDOW_STEPS)
         self._stretch_secs = 0.0
 
@@ -137,8 +138,8 @@ class SlowTest:
         ratio = (abs(slowness) - abs(slowness - self._shift)) / scale
         self._evidence += min(_MAX_EVIDENCE, max(-_MAX_EVIDENCE, ratio))
         if self.since_step is not None:
-            # Limit the evidence: as much evidence to the contrary as made the rank count as slow
-            # is enough to end that.
+            # Limit the evidence: it must not take more evidence to clear a slow rank than it took
+            # to find the rank slow.
             self._evidence = min(self._threshold, self._evidence)
         if self._evidence <= 0.0:
             self._stretch.clear()
@@ -183,7 +184,7 @@ class SlowTest:
 class _Rank(NamedTuple):
     node: str
     report: RankSteps
-    steps: dict[int, StepTimes]  # Times of its last steps, by number of the step
+    steps: dict[int, StepTimes]  # Times of the rank's last steps, by number of the step
 
 
 class SpeedWatch:
@@ -255,8 +256,8 @@ class SpeedWatch:
     def _link_secs(self, rank: _Rank, step: int) -> float:
         """Estimate the seconds of a rank's transfers with the next stage, without waiting.
 
-        The estimate is the number of transfers times the quickest one. Of the two ends'
-        measurements of that, the smaller one contains less waiting and is taken.
+        The estimate is the number of transfers times the quickest one. Both ends measure the
+        quickest transfer; the smaller measurement contains less waiting and is taken.
         """
         pp, dp, tp = rank.report.at
         following = self._ranks.get((pp + 1, dp, tp))

@@ -1,1 +1,1 @@
-"""Recovery from memory: inventory, plan, transfer. Planning and local reading need no torch."""
+"""Restores a version from the memory of the nodes. Planning and local reading need no torch."""

@@ -1,7 +1,7 @@
 """Decides which version is restored. Pure.
 
-Each sharding group (the data-parallel peers with the same pp and tp) checks its own arenas; from
-the results all groups make the same decision.
+Each sharding group (the data-parallel peers with the same pp and tp) checks its own arenas; all
+ranks make the same decision from the results of all groups.
 
 The state of a group consists of images, sequences of bytes: one that all members have in common
 (replicated), and for each member its ZeRO partition (owned) and its host state (host). A version is
@@ -59,14 +59,14 @@ def preferred_label(
     """Choose the version to restore among those that are recoverable.
 
     Versions older than the newest one known to be committed are ignored. Of the others, the newest
-    is chosen that *every* place holds which holds an older one. The reason: a committed version is
-    complete at every surviving place. So if some place lacks a newer version, that one was never
-    committed, and has fewer copies. If it were restored nevertheless, ranks would overwrite the
-    committed version while a single loss could still destroy the newer one.
+    is chosen that no place rules out. A place rules out a version that it lacks, if it holds an
+    older one: a committed version is complete at every surviving place, so the missing version was
+    never committed, and has fewer copies. If that version were restored nevertheless, ranks would
+    overwrite the older, committed version while a single loss could still destroy the newer one.
 
     Example: step 7 was committed, and step 8 was being sealed when the job died. Places A, B and C
     hold 7 and 8, place D only 7. If 8 had been committed, D would hold it, too: restore 7. If D is
-    lost as well, no surviving place contradicts 8: restore 8.
+    lost as well, no surviving place rules out 8: restore 8.
 
     Args:
         held_by: for each recoverable version, the places that hold it SEALED or COMMITTED. A place
@@ -95,9 +95,10 @@ _MOST_GAPS = 6
 class GroupStatus(NamedTuple):
     """Whether a sharding group can recover one version."""
 
-    missing: int  # Number of gaps in the images; 0 if the group can recover the version
-    gaps: tuple[str, ...]  # Descriptions of the first gaps
-    decodes: bool  # Whether lost blocks have to be decoded first
+    # Number of gaps (missing bytes) in the images; 0 if the group can recover the version
+    missing: int
+    gaps: tuple[str, ...]  # Descriptions of the first gaps (ranges of missing bytes)
+    decodes: bool  # Whether lost blocks have to be decoded before the version is restored
 
     @classmethod
     def of(cls, sources: GroupSources) -> GroupStatus:
@@ -124,8 +125,9 @@ class Decision:
     """The version that all ranks restore."""
 
     label: VersionId
-    rejected: tuple[str, ...]  # For every newer version, the reason why it is not used
-    decodes: bool  # Whether any group has to decode lost blocks first
+    # For every version newer than ``label``, the reason why it is not used
+    rejected: tuple[str, ...]
+    decodes: bool  # Whether any group has to decode lost blocks before the version is restored
 
 
 def judge(
@@ -139,7 +141,7 @@ def judge(
     Args:
         group: (pp, tp) of the group, in the layout in which the versions were written.
         records: arenas of the group.
-        written: layout of each version of which any rank of the job has a complete arena.
+        written: layout of each version that any complete arena of the job holds.
         bad: blocks that were found corrupt, each as node, arena and key.
 
     Returns:
@@ -219,7 +221,7 @@ def plan_decided(
         sources: usable blocks of the version in the group.
         records: arenas of the group.
         wanted: for a version of a different layout, the ranges of its images that each rank needs.
-            Empty as long as these are not known; the plan then contains only host images.
+            Empty while these ranges are unknown; the plan then contains only host images.
     """
     topology, written = findings.topology, findings.written[decision.label]
     needs = find_needs(group, sources, written, topology, wanted)
@@ -249,12 +251,12 @@ def plan_recovery(
 ) -> RecoveryPlan | NotRecoverable:
     """Plan for the whole job at once, for tools that can read the memory of all nodes. Pure.
 
-    The ranks of a running job make the same decision from summaries instead, and each plans only
-    for its own group (:mod:`reft.recover.recover`).
+    In a running job, the ranks decide from summaries instead, and each rank plans only for its own
+    sharding group (:mod:`reft.recover.recover`).
 
     Args:
         inventories: arenas of all nodes.
-        topology: placement of the *new* start of the job: nodes may be new and empty, and ranks
+        topology: placement of the ranks *after* the restart: nodes may be new and empty, and ranks
             may have moved to other nodes (P7).
         job_id: name of the job.
         bad: blocks that were found corrupt, each as node, arena and key.
@@ -279,9 +281,9 @@ def plan_recovery(
 
 
 def offline_topology(inventories: Sequence[Inventory], job_id: str) -> Topology:
-    """Make a placement for planning without a running job.
+    """Place the ranks of a job on nodes, to plan without the running job.
 
-    It puts every coordinate on the node that holds the coordinate's newest arena.
+    Every rank is placed on the node that holds the newest arena of its coordinate (pp, dp, tp).
 
     Raises:
         LayoutError: the job has no complete arena.
@@ -384,8 +386,8 @@ def _collect_layout(
 ) -> GroupSources:
     stored = _by_image(records, size)
     # Host state is never empty, and an arena that has a member's host state has all blocks of that
-    # member. So a member is lost if no arena has its host state. For other members, an image
-    # without entries has zero bytes.
+    # member. So a member is lost if no arena has its host state. If a member is not lost but has no
+    # entries for an image, that image is empty, not missing.
     lost = [member for member in range(size) if (Section.HOST, member) not in stored]
     gaps = [f"{Coordinate(pp, m, tp)} is not stored on any node that is present" for m in lost]
     images: dict[Image, tuple[SourceBlock, ...]] = {}
@@ -421,8 +423,8 @@ def _decoding(
     """Find the lost blocks of the replicated image, and whether they can be decoded.
 
     Returns:
-        The lost blocks; the blocks from which they are decoded, by key; and why they cannot be
-        decoded, None if they can. The first two are empty if the version has no erasure code.
+        The lost blocks; the blocks from which they are decoded, by key; and the reason why they
+        cannot be decoded, or None. The first two are empty if the version has no erasure code.
     """
     coding = next((r.header.coding for r in records if r.header.coding), "")
     sizes = [s.entry.image_bytes for keys in stored.get(REPLICATED, {}).values() for s in keys]
@@ -491,9 +493,9 @@ def _usable_blocks(
 
 
 def _prevailing(sources: Sequence[_StoredBlock]) -> BlockVariant:
-    """Choose which bytes are restored on all ranks if the copies of a block differ.
+    """Choose which copy of a block is restored on all ranks if its copies differ.
 
-    It is the owner's copy, or if there is none, the most frequent one.
+    The owner's copy is chosen; if there is none, the most frequent one.
     """
     first = sources[0].variant
     if all(s.variant == first for s in sources):
@@ -561,18 +563,18 @@ def _find_hole(
 class ImageRange(NamedTuple):
     """A range of an image of a rank, in the layout in which the version was written."""
 
-    of: Coordinate  # The rank, in that layout
+    of: Coordinate  # Rank to which the image belongs, in the layout of the version
     section: Section
     start_bytes: int
     nbytes: int
 
 
-# For each rank of the running job, the ranges that it needs of a version of a different layout
+# Ranges that each rank of the running job needs, of a version written in a different layout
 Wanted = Mapping[Coordinate, Sequence[ImageRange]]
 
 
 def takers(group: Group, written: Degrees, topology: Topology) -> tuple[Coordinate, ...]:
-    """Return the ranks of the running job that may need blocks of a group of the old layout."""
+    """Return the ranks of the running job that may need blocks of an old sharding group."""
     now = topology.degrees
     if (written.pp, written.tp) != (now.pp, now.tp):
         return now.coordinates()
@@ -650,9 +652,10 @@ def _holding(sources: GroupSources, pieces: Iterable[ImageRange]) -> tuple[Sourc
 def host_state_sources(was: Degrees, now: Degrees, at: Coordinate) -> set[Coordinate]:
     """Return the old ranks whose host state a new rank reads.
 
-    If pp and tp are unchanged, it is one old rank of the same (pp, tp). If pp or tp has changed, it
-    is all ranks of replica 0, which describe the contents of every image; and in each stage the
-    rank with the new rank's own dp and tp (modulo the old numbers), which holds its buffers.
+    If pp and tp are unchanged, the result is one old rank with the same (pp, tp). If pp or tp has
+    changed, the result is all ranks of replica 0, which describe the contents of every image, and
+    in each stage the old rank with the new rank's dp and tp (modulo the old degrees), which holds
+    the new rank's buffers.
 
     Args:
         was: parallel degrees of the job that wrote the version.

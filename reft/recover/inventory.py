@@ -119,10 +119,9 @@ OpenArenas = Mapping[tuple[str, str], Arena]  # Opened arenas by (node, file nam
 
 @dataclass(frozen=True)
 class ArenaStore:
-    """A directory of arenas that this rank can read: the job's memory on its node, or a version on
-    storage.
+    """A directory of arenas that this rank can read: its node's memory, or a version on storage.
 
-    What other nodes hold, this rank receives from its peers: inventories (:meth:`Inventory.pack`)
+    This rank receives from its peers what other nodes hold: inventories (:meth:`Inventory.pack`)
     and blocks (:mod:`reft.recover.transfer`).
     """
 
@@ -155,12 +154,13 @@ class ArenaStore:
         """Open the usable arenas for reading, and close them at the end of the ``with`` block.
 
         An arena that was removed since the inventory is left out: its blocks then count as corrupt,
-        and the next plan uses other sources. An arena of which views still exist stays mapped until
-        they are gone.
+        and the next plan uses other sources. An arena stays mapped as long as views of its memory
+        exist.
 
         Args:
             inventory: the arenas.
-            wait: whether to close them before the block ends; otherwise a thread closes them.
+            wait: whether to close the arenas before the ``with`` block ends; otherwise a background
+                thread closes them.
         """
         arenas: dict[tuple[str, str], Arena] = {}
         try:
@@ -179,8 +179,8 @@ class ArenaStore:
             if wait:
                 _close(arenas)
             else:
-                # Unmapping takes up to a fifth of the time of reading; training should not wait
-                # for that.
+                # Unmapping can take a fifth as long as reading did. Training should not wait for
+                # it.
                 threading.Thread(
                     target=_close, args=(arenas,), name="reft-unmap", daemon=True
                 ).start()
@@ -198,7 +198,7 @@ def open_job(job_dirs: Sequence[Path]) -> dict[str, JobDir]:
         job_dirs: one directory for each node, perhaps copied from other hosts.
 
     Returns:
-        The directories by node id. If several have the same id, their paths are appended to it.
+        The directories by node id. If several have the same id, each one's key is ``ID@PATH``.
 
     Raises:
         AuthenticationError: a directory belongs to another user, or its secret is missing.
@@ -246,7 +246,7 @@ def find_corrupt(
 def stored_bytes(fetch: Fetch, arenas: OpenArenas) -> memoryview:
     """Return a view of the source's bytes in its mapped arena, without checking them.
 
-    It is shorter than ``fetch.nbytes`` if the arena ends before.
+    The view is shorter than ``fetch.nbytes`` if the arena ends earlier.
     """
     return arenas[fetch.node, fetch.arena].data[
         fetch.arena_offset : fetch.arena_offset + fetch.nbytes
@@ -273,8 +273,9 @@ def arenas_to_report(
 ) -> list[ArenaRecord]:
     """Return the arenas that a rank reports to the other ranks.
 
-    Each arena of a node is reported by exactly one rank of that node: by the first one that reads
-    for the arena's sharding group, or, if the arena cannot be used, by the node's first rank.
+    Each arena of a node is reported by exactly one rank of that node: by the first rank that reads
+    arenas for the arena's sharding group, or, if the arena cannot be used, by the node's first
+    rank.
 
     Args:
         records: all arenas of the rank's node.
@@ -335,17 +336,17 @@ def sharding_groups(degrees: Degrees) -> tuple[Group, ...]:
 
 
 def participants(findings: InventorySummary, rank: int) -> dict[Group, tuple[int, ...]]:
-    """Return the sharding groups in which a rank takes part, its own first.
+    """Return the sharding groups in which a rank takes part, beginning with the rank's own group.
 
-    If any version was written with a different number of stages or slices, all ranks take part in
-    all groups.
+    If any version was written with a different number of pipeline stages or tensor slices, all
+    ranks take part in all groups.
 
     Args:
         findings: merged summaries of all nodes.
         rank: the rank.
 
     Returns:
-        For each of these groups, all ranks that take part in it.
+        For each group in which the rank takes part, all ranks that take part in that group.
     """
     topology = findings.topology
     if others := {d for d in findings.written.values() if sharding_groups(d) != topology.groups()}:
@@ -384,7 +385,8 @@ class Head(NamedTuple):
     def place(self) -> tuple[str, str]:
         """The node and the local rank to which the arena's file belongs.
 
-        All slots (arena files) of a local rank are one place. The bytes may be another rank's.
+        A local rank has several arena files (slots), which count as one place. A file may contain
+        bytes of another rank.
         """
         return self.node, self.path.partition("-slot")[0]
 
@@ -399,7 +401,7 @@ class Summary(NamedTuple):
 
     node: str
     heads: tuple[Head, ...]
-    problems: tuple[str, ...]  # Why files could not be read
+    problems: tuple[str, ...]  # Reasons why files could not be read
 
     def encode(self) -> bytes:
         """Encode with msgpack, about 40 bytes per arena."""
@@ -424,8 +426,8 @@ class Summary(NamedTuple):
 
         Args:
             body: the encoded summary.
-            topology: provides coordinate objects, which summaries share.
-            known: version ids decoded so far, which summaries share.
+            topology: source of the coordinate objects; all summaries share them, to save memory.
+            known: version ids decoded so far; all summaries share them, to save memory.
         """
         node, jobs, rows, problems = msgpack.unpackb(body)
         written = [(Degrees(*degrees), job_id) for job_id, *degrees in jobs]
@@ -448,8 +450,8 @@ class InventorySummary:
 
     job_id: str
     topology: Topology
-    # SEALED and COMMITTED arenas that can be used, by version. All arenas of a version here were
-    # written in the same layout.
+    # SEALED and COMMITTED arenas that can be used, by version. All arenas listed for one version
+    # were written in the same layout.
     by_label: Mapping[VersionId, tuple[Head, ...]]
     unfinished: tuple[Head, ...]  # Arenas of the job that were being written when their rank died
     # Descriptions of layouts that cannot be used, each with the newest version in it
@@ -466,8 +468,8 @@ class InventorySummary:
     def holders(self, label: VersionId) -> frozenset[tuple[str, str]]:
         """Return the places (node, local rank) that have a complete arena of a version.
 
-        Arenas of blocks that a recovery has decoded do not count, because ranks do not seal
-        versions in them.
+        Arenas that hold only blocks decoded by a recovery do not count, because ranks do not seal
+        versions in such arenas.
         """
         return frozenset(head.place for head in self.by_label[label] if not is_decoded(head.path))
 

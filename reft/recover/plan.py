@@ -28,7 +28,8 @@ class LostBlock:
     start_bytes: int  # Offset in the replicated image
     nbytes: int  # Length without padding
     padded_bytes: int  # Length to which all blocks of its stripe were padded for encoding
-    position: int  # Index among the owner's blocks, and of its checksum among the owner's checksums
+    # Index of the block among the owner's blocks, and of its checksum among the owner's checksums
+    position: int
     # The stored blocks to combine, each with its coefficient; shorter ones count as zero-padded
     terms: tuple[tuple[BlockKey, int], ...]
 
@@ -95,7 +96,8 @@ def find_lost(
             stored = tuple(
                 (key, coefficient) for p, coefficient in terms if (key := keys[p]) is not None
             )
-            # All blocks of a stripe were padded to its longest one, which is the parity's length.
+            # All blocks of a stripe were padded to the longest of them, which is the parity's
+            # length.
             padded = max(code.nbytes_of(code.code.pieces[p], row) for p, _ in terms)
             key = code.data_key(sub_block, row)
             start, nbytes, position = sizes[key]
@@ -172,7 +174,7 @@ def format_bytes_from(bytes_from: Mapping[str, int]) -> str:
 
 @dataclass(frozen=True)
 class Rebuild:
-    """What one rank decodes, and stores in an arena, before the state is restored."""
+    """The blocks that one rank decodes and stores in an arena before the state is restored."""
 
     blocks: tuple[LostBlock, ...]  # Lost blocks of one sharding group to decode
     image_bytes: int  # Size of the replicated image
@@ -196,14 +198,15 @@ class RecoveryPlan:
     committed: bool
     degrees: Degrees  # Parallel degrees of the running job
     written: Degrees  # Parallel degrees of the job that wrote the version
-    # Blocks that each rank needs: those of the replicated image of its (pp, tp) in image order,
-    # then of its owned image, then of its host image. For a version of a different layout: those
-    # of the host images that the rank reads, and those that contain bytes of its own images.
+    # Blocks that each rank needs. Same layout: all blocks of its replicated image, then of its
+    # owned image, then of its host image. Different layout: all blocks of the host images that it
+    # reads, and every block that holds bytes of its own images.
     fetches: Mapping[Coordinate, tuple[Fetch, ...]]
     newest_committed: VersionId | None = None  # Newest version marked committed in any usable arena
-    rejected: tuple[str, ...] = ()  # For every newer version, the reason why it is not used
-    # Texts on arenas that are not used (of another job, unfinished, of another layout), and on
-    # copies that differ from each other
+    # For every version newer than ``label``, the reason why it is not used
+    rejected: tuple[str, ...] = ()
+    # Messages about arenas that are not used (of another job, unfinished, of another layout), and
+    # about copies that differ from each other
     notes: tuple[str, ...] = ()
     job_id: str = ""
     # Blocks to decode from parity first, by the rank that decodes them. They are missing from
@@ -294,10 +297,10 @@ class RecoveryPlan:
 
 @dataclass(frozen=True)
 class NotRecoverable:
-    """Result instead of a plan if no version is complete in the memory of the present nodes."""
+    """Returned instead of a plan if no version is complete in the memory of the running nodes."""
 
     reasons: tuple[str, ...]  # For each version, the missing bytes and the cause; newest first
-    notes: tuple[str, ...] = ()  # Texts on arenas that are not used
+    notes: tuple[str, ...] = ()  # Messages about arenas that are not used
     # Whether no arena of this job was found at all: the job is new, or all of its memory is lost
     empty: bool = False
     # Whether versions of this job exist, but only in a layout that cannot be used
@@ -311,7 +314,7 @@ class NotRecoverable:
         return "\n".join(lines)
 
     def error(self) -> ReftError:
-        """Make the error to raise if there is no checkpoint on storage either."""
+        """Return the error to raise unless a checkpoint on storage can be used instead."""
         return LayoutError(str(self)) if self.layout_mismatch else UnrecoverableError(str(self))
 
 
@@ -334,7 +337,8 @@ class SourceBlock:
     start_bytes: int
     nbytes: int
     checksum: int
-    # Arena and offset of the block, by node; if a node has several, in the owner's arena
+    # For each node that stores the block, its arena and offset there; if several arenas of a node
+    # have it, the owner's
     nodes: Mapping[str, tuple[str, int]]
     owner_nodes: tuple[str, ...]  # Nodes on which the block lies in its owner's arena, sorted
 
@@ -343,11 +347,11 @@ class SourceBlock:
 class GroupSources:
     """The usable blocks of one version in one sharding group; complete if ``gaps`` is empty."""
 
-    # Blocks of every image, with their sources; the replicated image is without the ``lost`` ones
+    # Blocks of every image, with their sources; blocks in ``lost`` are left out
     images: Mapping[Image, tuple[SourceBlock, ...]]
     gaps: tuple[str, ...]  # Descriptions of missing bytes that cannot be decoded
     divergences: tuple[str, ...]  # Descriptions of copies that differ from each other
-    lost: tuple[LostBlock, ...] = ()  # Replicated blocks that have to be decoded first
+    lost: tuple[LostBlock, ...] = ()  # Replicated blocks that have to be decoded before the restore
     # Blocks that can be read for decoding, by key: replicated, parity and checksum blocks
     stored: Mapping[BlockKey, SourceBlock] = field(default_factory=dict)
 
@@ -361,8 +365,8 @@ def choose_decoders(
 ) -> dict[Coordinate, Rebuild]:
     """Choose the rank that decodes each stripe of lost blocks.
 
-    Among the ranks whose node holds a parity of the stripe, it is the one that has the fewest bytes
-    to decode so far.
+    Of the ranks whose node holds a parity of the stripe, the one that has been assigned the fewest
+    bytes so far is chosen.
 
     Args:
         group: (pp, tp) of the sharding group.
@@ -372,7 +376,7 @@ def choose_decoders(
         layout: layout hash of the group.
 
     Returns:
-        What each chosen rank decodes.
+        The blocks that each chosen rank decodes.
     """
     work: dict[Coordinate, list[LostBlock]] = {c: [] for c in members}
     choices = []
@@ -415,8 +419,9 @@ def plan_fetches(
 ) -> dict[Coordinate, tuple[Fetch, ...]]:
     """Choose one source for each block that a rank needs.
 
-    Among equally good sources, the node is chosen that has to send the fewest bytes so far. Blocks
-    with few candidates are assigned first; the others can then even out the load.
+    Among equally good sources, the one is chosen whose node has been assigned the fewest bytes to
+    send so far. Blocks with few candidates are assigned first; the others can then even out the
+    load.
 
     Args:
         group: (pp, tp) of the sharding group.

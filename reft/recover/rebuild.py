@@ -1,10 +1,10 @@
-"""Writes arenas during a recovery: decoded blocks, and the arena of a node that has none.
+"""Writes arenas during a recovery: for decoded blocks, and on nodes that have no arena.
 
 Lost blocks are decoded and stored first, so that the rest of the recovery finds a source for every
 block. Each lost block is decoded by one member of the sharding group, from verified blocks. The
 member compares the result with the checksum that the block's owner stored (P5), and seals all
 blocks that it decoded in a separate arena. That arena is additional redundancy of the version: if
-the recovery is killed and starts again, the next one uses it.
+this recovery is killed, the next one uses it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Bytes = NDArray[np.uint8]
 
 
 class Pool:
-    """A pool of reusable buffers for blocks, ``most_bytes`` in all at most. Thread-safe.
+    """A pool of reusable buffers for blocks, with at most ``most_bytes`` in total. Thread-safe.
 
     Buffers are reused, because touching new memory for the first time takes several times as long
     as copying a block.
@@ -127,10 +127,10 @@ class Stripe:
 
         Args:
             key: key of the term.
-            data: bytes of the term, uint8; at the end of the section shorter than the padded
-                length.
-            stays: whether ``data`` remains valid until all terms have arrived. That is always so
-                for a buffer from :meth:`room_for`.
+            data: bytes of the term, uint8; the last block of a section may be shorter than the
+                padded length.
+            stays: whether ``data`` remains valid until all terms have arrived. A buffer from
+                :meth:`room_for` always does.
         """
         with self._lock:
             self._missing.remove(key)
@@ -208,8 +208,8 @@ def equations(
 def _clear(combinations: tuple[Row, ...], parities: int) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
     """Reduce the equations so that each contains exactly one parity (one of the first columns).
 
-    The equations given are combinations of these; reducing removes the coefficients that combining
-    them has added.
+    The given equations are linear combinations of equations with one parity each. Reducing recovers
+    these, without the coefficients that combining has added.
     """
     size = len(combinations)
     both = np.hstack([np.array(combinations, np.uint8), np.eye(size, dtype=np.uint8)])
@@ -275,7 +275,7 @@ class Decoder:
         if not blocks:
             return
         stripes = find_stripes(blocks)
-        # Padded lengths are multiples of the alignment.
+        # Padded lengths are multiples of the alignment, so every block begins at an aligned offset.
         offsets = list(
             accumulate((sum(b.padded_bytes for b in stripe) for stripe in stripes), initial=0)
         )
@@ -309,7 +309,7 @@ class Decoder:
     def room_for(self, fetch: Fetch) -> Bytes | None:
         """Return a buffer in which to receive a block, so that no copy is needed.
 
-        None: receive it in any buffer.
+        If the result is None, any buffer will do.
         """
         stripe = self._uses.get(fetch.key)
         return None if stripe is None else stripe.room_for(fetch.key, fetch.nbytes)
@@ -337,8 +337,8 @@ class Decoder:
         plan fetches what is missing from another source.
 
         Returns:
-            Parities that must not be used. They were verified themselves, but a block decoded from
-            them differs from its owner's checksum. The next plan avoids them (P5).
+            Parities that must not be used. Their own checksums are right, but a block decoded from
+            them differs from its owner's checksum. The next plan avoids these parities (P5).
         """
         done: list[Entry] = []
         wrong: list[LostBlock] = []
@@ -419,13 +419,14 @@ def rebuild_offline(
 # The node is new, or has lost its memory. Arenas of the group's other members stay unchanged. In
 # addition to the blocks that it restores, the member on this node receives the blocks that it has
 # to store for its ring peers. Each block is verified in its receive buffer, and copied from there
-# into the live tensors, if these need it, and into the new arena. Once every block has arrived, the
-# arena is sealed under the id of the recovered version, which is then protected as well as before
-# the loss. Until then the arena is marked WRITING, and a recovery that starts anew ignores it (P3).
+# into the live tensors, if they need the block, and into the new arena. Once every block has
+# arrived, the arena is sealed under the id of the recovered version, which is then protected as
+# well as before the loss. Until then the arena is marked WRITING, and another recovery ignores it
+# (P3).
 #
-# This is done only for schemes that store copies. In other cases a new version of the restored
-# state is taken instead: with an erasure code or recomputation, if scheme or ring has changed, or
-# after an error.
+# An arena is filled in this way only for schemes that store copies. In these cases a new version of
+# the restored state is taken instead: with an erasure code or recomputation, if scheme or ring has
+# changed, or after an error.
 
 
 @dataclass(frozen=True)
@@ -453,10 +454,11 @@ class ArenaLayout:
 
 @dataclass(frozen=True)
 class StoreConfig:
-    """How the running job stores versions."""
+    """The way in which the running job stores versions."""
 
     scheme: str  # The active protection scheme
-    # File for the new arena; None if this rank has no free slot: each already has a file
+    # File for the new arena; None if all of this rank's slots (places for arenas) have a file
+    # already
     path: Path | None
     # Function that lays out this rank's arena. Arguments: the size in bytes of the replicated image
     # and of each member's owned image
@@ -478,8 +480,8 @@ def plan_kept(
         topology: placement of the running job.
 
     Returns:
-        For each such member, the blocks that it has to store in addition to those that it restores;
-        empty if the version cannot be completed.
+        For each member without an arena, the blocks that it has to store in addition to those that
+        it restores; empty if the version cannot be completed.
     """
     pp, tp = group
     at_home: dict[int, ArenaHeader] = {}
@@ -567,7 +569,7 @@ class ArenaRebuilder:
             )
             self._arena = arena
             arena.begin(header)
-        except (ReftError, OSError) as error:  # The state is restored in spite of this
+        except (ReftError, OSError) as error:  # The state can be restored without this arena
             self._give_up(error)
             return
         self._rooms = drawn.rooms
@@ -592,7 +594,7 @@ class ArenaRebuilder:
             self._arrived[fetch.key] = fetch
 
     def seal(self) -> None:
-        """Seal the arena if it has all its blocks; called when all have arrived on every rank."""
+        """Seal the arena if it is complete; called once every rank has received all its blocks."""
         arena = self._arena
         if arena is None or not self._rooms:
             return

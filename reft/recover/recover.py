@@ -2,7 +2,8 @@
 
 An arena is a shared-memory file with one rank's part of a version, cut into blocks. The steps are:
 choose the version, plan a source for every block, decode lost blocks from parity, transfer and
-verify all blocks. If a source proves corrupt, plan again without it, until none is.
+verify all blocks. If a source proves corrupt, the ranks plan again without it, until all sources
+are intact.
 
 All ranks exchange two things: which node holds which version (summaries without block tables), and
 which versions each sharding group (the data-parallel peers with the same pp and tp) can recover.
@@ -132,7 +133,7 @@ class Participant:
     def agree(self, stage: Callable[[], bool], doing: str) -> bool:
         """Run ``stage`` on every rank; return whether it returned True on any rank. Collective.
 
-        Only a few bytes are sent unless a rank fails.
+        Ranks exchange only a few bytes unless one of them fails.
 
         Args:
             stage: function that returns this rank's flag.
@@ -178,7 +179,7 @@ RecoveryStage = Callable[[], frozenset[BlockSource] | None]
 
 
 class CorruptionKind(StrEnum):
-    """Where a block is corrupt: in its arena, or only on arrival.
+    """Place where a block is corrupt: in its arena, or only on arrival.
 
     OTHER_DATA means a parity block whose bytes are intact, but which was computed from other data.
     """
@@ -209,7 +210,8 @@ class Repair:
 class BadSources:
     """The corrupt sources found so far.
 
-    All ranks that take part in the recovery of a sharding group know the same ones for that group.
+    All ranks that take part in the recovery of a sharding group know the same corrupt sources of
+    that group.
     """
 
     def __init__(self, me: Participant) -> None:
@@ -241,13 +243,13 @@ class BadSources:
     ) -> bool:
         """Run ``stage`` on every rank, and record the sources that any rank refuses. Collective.
 
-        If a stage fails on a rank, all ranks learn of the error. If it refuses a source, only the
-        participants in the source's sharding group learn of it.
+        If a stage fails on a rank, all ranks learn of the error. If a stage refuses a source as
+        corrupt, only the participants in the source's sharding group learn of the refusal.
 
         Args:
             plans: plans of the sharding groups in which this rank takes part.
             parts: ranks that take part in each of these groups.
-            stage: does this rank's part, and returns the sources that it refuses.
+            stage: function that does this rank's part, and returns the sources that it refuses.
             flaw: where the refused blocks are corrupt.
 
         Returns:
@@ -340,7 +342,7 @@ differs from the job's, it returns the ranges of other images that this rank nee
 class RecoveryOutcome:
     """The result of a successful recovery."""
 
-    plan: RecoveryPlan  # Plan of this rank's sharding group that was carried out
+    plan: RecoveryPlan  # The plan that was carried out, for this rank's sharding group
     stats: TransferStats  # Transfers of this rank
     repaired: tuple[Repair, ...] = ()  # Corrupt blocks of the sharding group
     rounds: int = 1  # Number of plans that were tried, the last one included
@@ -360,8 +362,8 @@ class Recovery:
     Args:
         me: this rank.
         completing: how the running job stores versions. With it, the recovery also fills the arena
-            of each rank whose node has none of the version. None: it does not. Must be given on all
-            ranks or on none.
+            of each rank whose node has none of the version. None: it fills none. Must be given on
+            all ranks or on none.
         any_layout: whether versions of other layouts may be restored.
     """
 
@@ -382,8 +384,8 @@ class Recovery:
         """Take inventory, choose the version and plan. Collective; no memory is changed.
 
         Returns:
-            The plan of this rank's sharding group for the chosen version, or why no version can be
-            recovered.
+            The plan of this rank's sharding group for the chosen version, or the reasons why no
+            version can be recovered.
         """
         self._poll()
         self._plan()
@@ -415,8 +417,9 @@ class Recovery:
             Exception: ``prepare`` or ``copy`` failed on this rank.
         """
         for attempt in count(1):
-            # The loop ends: no plan uses a refused source, so every further round either refuses
-            # new sources, or has fewer lost blocks, because decoded blocks have been stored.
+            # This loop terminates: no plan uses a source that was refused before, so every
+            # repetition either refuses new sources, or has fewer lost blocks, because decoded
+            # blocks have been stored.
             found = self._found
             if not found.plans:
                 return found.refusal
@@ -438,7 +441,7 @@ class Recovery:
         """Decode blocks that no node holds, and store them, so that the next plan finds them.
 
         Collective. Corrupt sources are recorded; blocks that could not be decoded because of them
-        are decoded from other sources in a later round.
+        are decoded from other sources when the ranks plan again.
         """
         part = {group: plan.to_decode() for group, plan in self._found.plans.items()}
 
@@ -474,8 +477,8 @@ class Recovery:
                 )
                 for group, plan in mine.items()
             }
-            # Allocate in a stage of its own, without transfers: if that fails on one rank, no peer
-            # waits for a block from it.
+            # Allocate in a stage without transfers: if one rank cannot allocate, no peer waits for
+            # a block from that rank.
             self._share(part, reserve, CorruptionKind.STORED)
             if not self._share(part, move, CorruptionKind.IN_TRANSIT):
                 self._share(part, store, CorruptionKind.OTHER_DATA)
@@ -487,7 +490,8 @@ class Recovery:
         ranks before the next stage.
 
         Returns:
-            False if any rank found a corrupt source, which is then recorded.
+            True if the state is restored; False if any rank found a corrupt source, which is then
+            recorded.
         """
         me, own, plans = self._me, self._found.own, self._found.plans
         sizes: Counter[Coordinate] = Counter()
@@ -557,12 +561,12 @@ class Recovery:
             window_bytes=self._me.window_bytes,
             **options,
         )
-        # Not counted: blocks that are read for decoding are not restored yet. Keep only sent bytes.
+        # Blocks that are read for decoding are not restored yet, so count only the sent bytes.
         self._moved.append(stats if counted else replace(stats, bytes_from={}))
         return bad
 
     def _stats(self) -> TransferStats:
-        """Add up all transfers so far; of the buffer sizes take the largest, as they are reused."""
+        """Add up all transfers so far; transfers share buffers, so take the largest buffer size."""
         total: Counter[str] = Counter({str(kind): 0 for kind in SourceKind})
         for part in self._moved:
             total.update(part.bytes_from)
@@ -574,7 +578,7 @@ class Recovery:
         )
 
     def _ask(self, pieces: Sequence[ImageRange]) -> None:
-        """Tell the participants of each sharding group which ranges this rank needs, then plan.
+        """Send this rank's needed ranges to the participants of each sharding group, then plan.
 
         Collective. The new plans contain the blocks with the ranges that all ranks need.
         """
@@ -682,8 +686,8 @@ class Recovery:
         told = self._me.gather(judged, "judging the versions in memory")
         speakers = {(pp, tp): self._topology.group(pp, tp)[0] for pp, tp in self._topology.groups()}
         verdicts = {group: decode_verdicts(told[rank]) for group, rank in speakers.items()}
-        # Add groups that only other layouts have: all ranks take part in them, and have checked
-        # them.
+        # Add groups that exist only in other layouts. No rank reports on these, because every rank
+        # takes part in them and has checked them.
         for group, of_group in sources.items():
             verdicts.setdefault(group, {label: GroupStatus.of(s) for label, s in of_group.items()})
         decision = decide(found.findings, verdicts)
@@ -720,12 +724,14 @@ class Recovery:
 
 @dataclass
 class _GroupFindings:
-    """What a survey found for the sharding groups in which this rank takes part."""
+    """Findings of a survey for the sharding groups in which this rank takes part."""
 
     findings: InventorySummary  # Versions on each node, for the whole job
-    # Groups in which this rank takes part, its own first, with the ranks that take part in each
+    # Groups in which this rank takes part, beginning with its own, and the ranks that take part in
+    # each group
     parts: Mapping[Group, tuple[int, ...]]
-    tables: Mapping[Group, list[ArenaRecord]]  # Complete arenas of these groups on all nodes
+    # Complete arenas on all nodes, of the groups in ``parts``
+    tables: Mapping[Group, list[ArenaRecord]]
     # The chosen version; not set while ``plans`` is empty
     decision: Decision = field(init=False)
     # Usable blocks of the chosen version in each group
@@ -734,7 +740,7 @@ class _GroupFindings:
     plans: dict[Group, RecoveryPlan] = field(default_factory=dict)
     # Plan of this rank's own group; if the version has different stages or slices, of all groups
     own: RecoveryPlan = field(init=False)
-    # Why no version can be recovered; not set if there are plans
+    # Reasons why no version can be recovered; not set if there are plans
     refusal: NotRecoverable = field(init=False)
     # Arenas on this node that hold the chosen version
     inventory: Inventory = field(default_factory=lambda: Inventory("", ()))

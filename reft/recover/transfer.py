@@ -81,10 +81,11 @@ class Inbox:
         self._pool = Pool(window_bytes)
         self._buffers: dict[int, Bytes] = {}
         self.peak_bytes = 0
-        self._refused = False  # Whether a block got no buffer because it is beyond the window
+        # Whether a block got no buffer because the window, the memory for all buffers, was full
+        self._refused = False
         # Guards window and buffers: the reading thread takes buffers, other threads return them.
         self._lock = threading.Lock()
-        # Wakes the reading thread, which polls its connections, when the window has moved.
+        # Wakes the reading thread, which polls its connections, when buffers have become free.
         self.wake, self._waker = socket.socketpair()
         self._waker.setblocking(False)
 
@@ -95,7 +96,7 @@ class Inbox:
         return {src: Stream(self, of_peer) for src, of_peer in numbers.items()}
 
     def open(self, number: int) -> tuple[int, Fetch, torch.Tensor] | None:
-        """Return a block's number, fetch and receive buffer; None while it is beyond the window."""
+        """Return a block's number, fetch and receive buffer; None while there is no free buffer."""
         fetch = self._moves[number].fetch
         with self._lock:
             begin = self._ends[self._first] - self._moves[self._first].fetch.nbytes
@@ -118,7 +119,8 @@ class Inbox:
         with self._lock:
             buffer = self._buffers.pop(number, None)
             self._unused.discard(number)
-            # The window moves only when its first block is used: otherwise do not wake the reader.
+            # Memory for later blocks is free only once the first block in the window has been used:
+            # otherwise do not wake the reading thread.
             wakes = self._refused and number == self._first
             while self._first < len(self._moves) and self._first not in self._unused:
                 self._first += 1
@@ -172,8 +174,8 @@ class BlockMove:
 def serving_ranks(plan: RecoveryPlan, topology: Topology) -> dict[BlockSource, int]:
     """Choose the rank that reads and sends each stored block that another node needs.
 
-    Any rank of a node can read every arena of the node. Chosen is a member of the block's sharding
-    group; among several, the one with the fewest bytes to send so far. If no member runs on the
+    Any rank of a node can read every arena of the node. A member of the block's sharding group is
+    chosen; among several, the one with the fewest bytes to send so far. If no member runs on the
     node, another rank of the node is chosen.
 
     Raises:
@@ -251,18 +253,19 @@ Sink = Callable[[Fetch, torch.Tensor], None]
 """Function that is called with each verified block (1-D uint8, CPU).
 
 It must not keep the tensor, whose buffer is reused. Exceptions are tensors in memory of
-:data:`RoomFor`, and local blocks, which are views of the arena until that is closed. It may be
+:data:`RoomFor`, and local blocks, which are views of the arena until the arena is closed. It may be
 called again for the same block, and by several threads at the same time for different blocks.
 """
 
 Copy = Callable[[Fetch, torch.Tensor], int]
 """Function that copies a block, not yet verified, into its place, and returns the checksum of the
-copied bytes, in one pass. If that differs from the block's checksum, the place will be written
-again. The rules of :data:`Sink` about the tensor and about threads apply."""
+copied bytes, in one pass. If the returned checksum differs from the block's, the place will be
+written again. The rules of :data:`Sink` about the tensor and about threads apply.
+"""
 
 
 class BrokenOffError(ReftError, RuntimeError):
-    """Raised if this rank cannot continue; it has closed its connections, so its peers notice."""
+    """Raised if this rank cannot continue; it has closed its connections, so peers notice."""
 
 
 @dataclass(frozen=True)
@@ -297,7 +300,8 @@ def execute(
 
     Args:
         plans: plans of one version, for all sharding groups in which this rank receives or sends.
-            If two ranks have several groups in common, they must pass these in the same order.
+            If two ranks have several groups in common, they must pass these groups in the same
+            order.
         topology: nodes and coordinates of all ranks.
         control: connections to the other ranks.
         arenas: opened arenas of this node.
@@ -347,9 +351,9 @@ class _Transfer:
         self._fetches = [fetch for plan in self.plans for fetch in plan.fetches.get(at, ())]
         self._stored: Mapping[tuple[str, str], torch.Tensor] = {}
         self._zeros = torch.empty(0, dtype=torch.uint8)
-        # No lock for this set: threads only add to it, which is atomic, and it is read after they
-        # were joined. No lock for ``failure`` either: any one error suffices, and a thread that
-        # reads the attribute late only delivers one more block.
+        # No lock for this set: threads only add to it, which is atomic, and the set is read after
+        # they were joined. No lock for ``failure`` either: any one error suffices, and a thread
+        # that reads the attribute late only delivers one more block.
         self._bad: set[BlockSource] = set()
         self._counting = threading.Lock()  # Guards the two counters: += is not atomic
         self._arrived = 0
@@ -416,8 +420,8 @@ class _Transfer:
     def _read(self, fetch: Fetch) -> torch.Tensor:
         """Return a view of a block's stored bytes; zeros if the source is missing.
 
-        Zeros are sent so that the receiver does not wait in vain. It refuses them because of their
-        checksum.
+        Zeros are sent so that the receiver does not wait in vain. Their checksum is wrong, so the
+        receiver refuses them.
         """
         stored = self._stored.get((fetch.node, fetch.arena))
         data = (
@@ -449,12 +453,12 @@ class _Transfer:
             with self._counting:
                 self._bytes_from[fetch.reported_kind] += fetch.nbytes
         except Exception as error:
-            # Raise it only after this rank has sent all its blocks, for which peers wait.
+            # Raise the error only after this rank has sent all its blocks, for which peers wait.
             self.failure = error
 
 
 class _Work:
-    """Queue of blocks to deliver: received ones first, so that their buffers are soon free."""
+    """Queue of blocks to deliver: received blocks first, so that their buffers are soon free."""
 
     def __init__(self, local: Sequence[Fetch], incoming: int) -> None:
         self._queue: PriorityQueue[tuple[int, int, _Block | None]] = PriorityQueue()

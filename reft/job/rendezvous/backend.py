@@ -119,7 +119,7 @@ class RendezvousBackend:
             time.sleep(POLL_SECS)
 
     def connect_for_status(self) -> RendezvousStore:
-        """Open a connection of its own for status reports, so that these delay no rendezvous."""
+        """Open a separate connection for status reports, so that they delay no rendezvous."""
         return self._make_client(_STATUS_SECS).with_prefix(f"reft/{self._config.run_id}/status")
 
     def trainers_endpoint(self) -> str:
@@ -130,7 +130,8 @@ class RendezvousBackend:
     def wait_for_others(self) -> None:
         """If this launcher serves the store, wait until the other nodes have disconnected.
 
-        They still have to read there how the job ended. The wait takes five seconds at most.
+        The other nodes still have to read from the store how the job ended. The wait takes five
+        seconds at most.
         """
         deadline = time.monotonic() + _OTHERS_READ_SECS
         while isinstance(self._server, KeyValueServer) and len(self._server.holders()) > 1:

@@ -52,7 +52,8 @@ from reft.relayout.sizes import Sizes
 
 logger = logging.getLogger(__name__)
 
-_JOIN_SHARE = 0.9  # Share of ``join_timeout`` that replacements of lost nodes may take at most
+# Largest share of ``join_timeout`` for which a round waits for replacements of lost nodes
+_JOIN_SHARE = 0.9
 _ALONE_SECS = 5.0
 """Time after which a node that is to be replaced takes its place back if no other node waits."""
 _RECONNECT_SECS = 0.5
@@ -132,10 +133,11 @@ class StoreRendezvous:
         self._writer_behind_secs = 0.0
         # Time by the store's clock at which each node's lease was last seen held
         self._alive_at: dict[str, float] = {}
-        # Longer than the interval between two renewals.
+        # A lease must outlast the interval between two renewals.
         self._lease_secs = max(self.rules.expiry_secs / 2, self.rules.heartbeat_secs + 1.0)
         self._left_grace_secs = self._lease_secs if store.keeps_leases else _RECONNECT_SECS
-        # Guards the state and its encoding, which the heartbeat thread and the agent's both update.
+        # Guards the state and its encoding, which the heartbeat thread and the agent's thread both
+        # update.
         self._lock = threading.Lock()
         self._heartbeats_ended = threading.Event()
         self._heartbeats: threading.Thread | None = None
@@ -181,7 +183,7 @@ class StoreRendezvous:
         has_jumped = abs(offset_secs - self._offset_secs) > self.rules.heartbeat_secs
         if has_jumped and self._measured_at != _NEVER:
             # The store's clock was set, or another host serves the store now. Times in the state
-            # are by the old clock, so trust none until every node could renew its own.
+            # are by the old clock, so trust none until every node has had time to renew its own.
             self._trusts_after = now + self.rules.expiry_secs
         self._offset_secs, self._measured_at = offset_secs, now
 
@@ -211,7 +213,7 @@ class StoreRendezvous:
     # -- the shared state --------------------------------------------------------------------------
 
     def _poll(self) -> MembershipState:
-        """Return the shared state, at most one poll interval old; raises like :meth:`_exchange`."""
+        """Return the shared state, at most one poll interval old. Raises RendezvousError."""
         if time.monotonic() - self._polled_at >= self._poll_secs:
             self._exchange(None)
         return self.state
@@ -219,8 +221,8 @@ class StoreRendezvous:
     def _exchange(self, state: MembershipState | None) -> MembershipState:
         """Write ``state`` unless another node has written meanwhile; return the state then stored.
 
-        After this process or the store was suspended, other nodes seem silent although they may
-        live. Therefore no node is removed until they have had one expiry period to show a sign of
+        After this process or the store was suspended, other nodes seem silent although they may be
+        alive. Therefore no node is removed until all have had one expiry period to show a sign of
         life. Each call also renews this node's lease, from which other nodes see that it is alive.
 
         Args:
@@ -295,8 +297,8 @@ class StoreRendezvous:
             newest = self.incarnations.read()
         if newest > own > 0:
             with suppress(RendezvousError):
-                # Called because it reads the store: this node may have a place in the newer start,
-                # which then has not begun without it.
+                # is_closed() is called because it reads the store. If this node has a place in the
+                # newer start of the job, then the job does not continue without it.
                 self.is_closed()
             if not self.has_place:
                 logger.error(
@@ -328,7 +330,8 @@ class StoreRendezvous:
             FencedError: another node has replaced this one.
         """
         self._stop_heartbeats()
-        # `_was_spare` is not reset: if the store has lost its state, it shows what this node was.
+        # Keep `_was_spare`: if the store has lost its state, only this attribute shows whether this
+        # node was a spare.
         self._trains, self._store_error = False, None
         self._complete_again_at, self._has_warned = 0.0, False
         if self.state.agreement is None:
@@ -361,7 +364,8 @@ class StoreRendezvous:
         if has_place or (
             self.agreement is not None and self.rules.may_return(state, self.agreement)
         ):
-            # In a full round a waiting node becomes a spare at its next poll, so none counts.
+            # In a full round a waiting node becomes a spare at its next poll, so no waiting node
+            # counts.
             waiting = 0 if self.is_full else self._joining(state)
             return waiting or int(self.is_scaled_down)
         # This node has lost its place: the others train or form a round without it. Report at least
@@ -436,8 +440,8 @@ class StoreRendezvous:
         """Make this node's request for a place.
 
         If the store has just lost the record that this node is a spare, it may also have lost which
-        nodes train. The request then says so (``forgotten``), and gets no place before those nodes
-        could restore the record by their heartbeats.
+        nodes train. The request then says so (``forgotten``), and gets no place before the training
+        nodes have had time to restore the record by their heartbeats.
         """
         now, scaling = time.monotonic(), state.scaling
         replaces = scaling is not None and scaling.replaces
@@ -460,7 +464,7 @@ class StoreRendezvous:
         """Return when a round with enough nodes stops waiting for replacements of lost nodes.
 
         Returns:
-            A time by the store's clock; None: the deadline of the round applies.
+            The time, by the store's clock; None: the deadline of the round applies.
         """
         if self.wait_secs is None or state.complete or state.deadline is None or not self._members:
             return None
@@ -546,11 +550,11 @@ class StoreRendezvous:
                 state = self._exchange(after)
 
     def note_sizes(self, sizes: Sizes) -> None:
-        """Write to the shared state with which numbers of nodes the job can train.
+        """Record in the shared state the node counts at which the job can train.
 
         Args:
-            sizes: the numbers, derived from a new version, without members: this method fills in
-                the launchers of this round.
+            sizes: the node counts, derived from a new version. ``members`` is empty: this method
+                fills in the launchers of this round.
 
         Raises:
             RendezvousError: the store does not answer.
@@ -566,7 +570,8 @@ class StoreRendezvous:
         """Record that trainers refused to start with this round's number of nodes.
 
         Returns:
-            Whether another number may fit: a larger one, or one that fitted earlier.
+            Whether the job may be able to train on another number of nodes: on more, or on a number
+            on which it trained before.
 
         Raises:
             RendezvousError: the store does not answer.
@@ -635,7 +640,7 @@ class StoreRendezvous:
 
     @property
     def is_refused(self) -> bool:
-        """Whether another launcher uses this node's id and this one must end."""
+        """Whether another launcher uses this node's id and this launcher must end."""
         return self.agreement is not None and self.node in self.agreement.refused
 
     @property
@@ -681,7 +686,7 @@ class StoreRendezvous:
         return bool(self._members) and self.state.members.issuperset(self._members)
 
     def can_continue_without(self, gone: int) -> bool:
-        """Whether enough nodes remain, waiting ones included, if ``gone`` of this round's leave."""
+        """Whether enough nodes remain (or wait) if ``gone`` nodes of this round leave."""
         state = self.state
         waiting = state.with_role(Role.SPARE, Role.WAITS) - state.leaving - set(self._members)
         left = len(self._members) - gone + len(waiting)
@@ -695,7 +700,7 @@ class StoreRendezvous:
 
     @property
     def stopped(self) -> dict[str, int]:
-        """Nodes of this round whose launchers were stopped by a signal, with its number."""
+        """Nodes of this round whose launchers a signal has stopped: the signal by node."""
         agreement, ends = self.agreement, self.state.ends
         if agreement is None or agreement != self.state.agreement:
             return {}

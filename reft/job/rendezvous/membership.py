@@ -10,7 +10,7 @@ This rendezvous differs from TorchElastic's in three points:
 
 - A node that was removed because it or the store was suspended takes its place again.
 - A spare (a node beyond the largest number of nodes) takes the place of a dead node only. It cannot
-  displace a healthy node between two rounds, whose memory would then be lost to the job.
+  displace a healthy node between two rounds: that node's memory would be lost to the job.
 - A job changes its number of nodes on request. Nodes that leave become spares and keep their memory
   until the others have committed a version without them.
 """
@@ -40,13 +40,14 @@ class NodeInfo:
     rank_stride: int = 0  # Stride of the round-robin rank assignment (`deal_ranks`)
     restarts_renew: bool = False  # Whether each new version resets the count of used restarts
     round: int = 0  # Last round in which this launcher took part; 0: none
-    size: int = 0  # Number of nodes of that round
-    restarts_used: int = 0  # Restarts that the job had used up to that round
-    known_step: int = -1  # Newest committed step that any node of that round knew; -1: none
+    size: int = 0  # Number of nodes of the launcher's last round
+    restarts_used: int = 0  # Restarts that the job had used up to the launcher's last round
+    known_step: int = -1  # Newest committed step that any node of the last round knew; -1: none
     newest_step: int = -1  # Newest committed step that this node knows now; -1: none
     incarnation: int = 0  # Number of the newest start of the job that this node knows
-    cause: ExitCause | None = None  # Why the node's trainers failed in that round; None: no failure
-    failure: str = ""  # Message that describes the failure
+    # Cause of the failure of the node's trainers in the last round; None: no failure
+    cause: ExitCause | None = None
+    failure: str = ""  # Message that describes the failure of the node's trainers
     nnodes: str = ""  # Value of ``--nnodes`` on the node; empty: unknown
 
     def after(self, agreement: Agreement) -> NodeInfo:
@@ -76,7 +77,8 @@ class Agreement:
     # Number of this start of the job, greater than any that a node or the store knew before. A node
     # that still runs a smaller number was cut off and replaced, and is refused.
     incarnation: int = 1
-    failures: tuple[str, ...] = ()  # Why the last round failed, as the remaining nodes report
+    # Reasons why the last round failed, as the remaining nodes report
+    failures: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()  # Members that must end: another launcher has their node id
     rank_stride: int = 0  # Stride of the round-robin rank assignment
 
@@ -92,8 +94,8 @@ class Agreement:
 def agree(infos: Mapping[str, NodeInfo], before: Agreement | None = None) -> Agreement:
     """Compute the agreement of a round from the reports of its members.
 
-    If the last round ended because the script failed, that uses one restart of the job, however
-    many nodes failed. If it ended because a node vanished or joined, that uses none.
+    If the last round ended because the script failed, the job uses one restart, however many nodes
+    failed. If the round ended because a node vanished or joined, the job uses none.
 
     Args:
         infos: the members' reports by launcher name, in the order of group ranks.
@@ -105,9 +107,11 @@ def agree(infos: Mapping[str, NodeInfo], before: Agreement | None = None) -> Agr
     last = [info for info in all_infos if info.round == last_round and last_round]
     causes = {info.cause for info in last}
     node_vanished = bool(last) and len(last) < last[0].size
-    # Trainers that ended well caused the failure only if other ranks failed because they lost them.
+    # Trainers that ended well caused the failure only if other ranks failed because they lost these
+    # trainers.
     ended_early = ExitCause.ENDED in causes and ExitCause.PEER in causes
-    # An unexplained abort is a watchdog's if a node has vanished, and otherwise the script's fault.
+    # If a node has vanished, an unexplained abort was that of a communication watchdog. Otherwise
+    # it counts as the script's fault.
     is_own = ExitCause.OWN in causes
     if (ExitCause.UNCLEAR in causes or ended_early) and not node_vanished:
         is_own = True
@@ -155,14 +159,14 @@ def duplicate_nodes(infos: Mapping[str, NodeInfo]) -> list[list[str]]:
 def _refused(names: list[str], infos: Mapping[str, NodeInfo]) -> list[str]:
     """Return which of several launchers with the same node id must end.
 
-    The one that took part in the latest round keeps the id; if there is none, all must end.
+    The launcher that took part in the latest round keeps the id; if none did, all must end.
     """
     first, second, *others = sorted(names, key=lambda name: -infos[name].round)
     return [second, *others] if infos[first].round > infos[second].round else names
 
 
 class Role(StrEnum):
-    """What a node does in the job."""
+    """The role of a node in the job."""
 
     NONE = ""  # Has no place in a round, or is a member whose trainers have ended
     TRAINS = "trains"  # Takes part in the running or forming round
@@ -178,8 +182,8 @@ class Node(NamedTuple):
     # Whether the launcher took part in the last complete round and was not removed since. A member
     # keeps its place between two rounds.
     is_member: bool = False
-    leaving: bool = False  # Whether it was asked to leave the job, and has not left yet
-    info: NodeInfo | None = None  # Its report for the round that forms
+    leaving: bool = False  # Whether the launcher was asked to leave the job, and has not left yet
+    info: NodeInfo | None = None  # The launcher's report for the round that forms
     node: str = ""  # Node id
     nnodes: str = ""  # Value of ``--nnodes``; empty: unknown
 
@@ -201,17 +205,17 @@ class MembershipState:
     """The state that the nodes of a job share."""
 
     agreement: Agreement | None = None  # Agreement of the newest round; None: there was none
-    complete: bool = False  # True while that round runs, False while the next one forms
-    closed: str = ""  # Why the job has ended; empty: it has not
+    complete: bool = False  # True while the newest round runs, False while the next one forms
+    closed: str = ""  # Reason why the job has ended; empty while it has not
     # Time at which the forming round stops waiting for more nodes; None: too few are present
     deadline: float | None = None
     nodes: dict[str, Node] = field(default_factory=dict)  # By launcher name
-    # Launchers of the running round that have ended: 0 if trainers ended well, otherwise the signal
-    # that stopped the launcher
+    # How each launcher of the running round ended, by launcher name: 0 if its trainers ended well,
+    # otherwise the signal that stopped it
     ends: dict[str, int] = field(default_factory=dict)
     scaling: GrantedScale | None = None  # None: as many nodes train as ``--nnodes`` allows
     sizes: Sizes | None = None  # Numbers of nodes with which the job can train; None: unknown
-    written: float = 0.0  # Time of the last write, by the clock of all times in this state
+    written: float = 0.0  # Time of the last write, by the same clock as all times in this state
 
     def with_role(self, *roles: Role) -> set[str]:
         return {name for name, node in self.nodes.items() if node.role in roles}
@@ -225,7 +229,7 @@ class MembershipState:
 
     @property
     def participants(self) -> set[str]:
-        """Launchers in the running round that were not removed; or those in the forming round."""
+        """Launchers in the running round, without those removed; or in the forming round."""
         return self.with_role(Role.TRAINS)
 
     @property
@@ -264,7 +268,7 @@ def decode_state(data: bytes) -> MembershipState:
     store can run code on every node (P11).
 
     Raises:
-        RendezvousStateError: ``data`` is not such a state.
+        RendezvousStateError: ``data`` is not an encoded state.
     """
     try:
         content = json.loads(data)
@@ -284,7 +288,7 @@ class JobRules:
 
     min_nodes: int  # Fewest nodes of a round
     max_nodes: int  # Most nodes of a round
-    last_call_secs: float  # How long a round with enough nodes waits for more
+    last_call_secs: float  # Time for which a round with enough nodes waits for more
     heartbeat_secs: float  # Interval between heartbeats
     max_missed_heartbeats: int  # Number of intervals without a heartbeat before a node is removed
 
@@ -347,9 +351,10 @@ class JoinRequested(NamedTuple):
 
     node: str
     info: NodeInfo
-    # Whether the store has just lost that the node is a spare, and perhaps also which nodes train
+    # Whether the store has just lost its record that this node is a spare (and perhaps the list of
+    # training nodes, too)
     forgotten: bool = False
-    # Whether this node is to be replaced, and no node that could replace it has waited for 5 s
+    # Whether this node is to be replaced, but for 5 s no replacement has been waiting
     alone: bool = False
     # Time at which to stop waiting for replacements of lost nodes; None: the round's deadline
     wait_until: float | None = None
@@ -397,7 +402,7 @@ class ScaleRequested(NamedTuple):
 
 
 class LeaveNotified(NamedTuple):
-    """The nodes with these group ranks are asked to leave the job."""
+    """The nodes with the given group ranks are asked to leave the job."""
 
     ranks: tuple[int, ...]
     running: int  # Number of nodes that train
@@ -414,12 +419,12 @@ class SizesKnown(NamedTuple):
     """A new version has shown with which numbers of nodes the job can train."""
 
     round: int  # Round in which the version was taken
-    nodes: int  # Number of nodes of that round
+    nodes: int  # Number of nodes with which the version was taken
     sizes: Sizes
 
 
 class SizeRejected(NamedTuple):
-    """Trainers refused to start on this number of nodes."""
+    """Trainers refused to start on the given number of nodes."""
 
     nodes: int
 
@@ -488,7 +493,7 @@ def _set(state: MembershipState, name: str, **changes: object) -> None:
 
 
 def _participants_left(state: MembershipState, rules: JobRules) -> None:
-    """Mark a running round without nodes as ended; stop the countdown of one with too few."""
+    """End a running round without nodes; stop the countdown of a forming round with too few."""
     left = len(state.participants)
     if state.complete and not left:
         state.complete = False
@@ -519,7 +524,7 @@ def _read(state: MembershipState, event: StateRead, now: float, rules: JobRules)
 
 
 def _update_members(state: MembershipState, rules: JobRules) -> None:
-    """Make the nodes of the running round members; if it is full, no other node stays one."""
+    """Make the running round's nodes members; if it is full, no other node stays a member."""
     scaling = state.scaling
     # Once nodes were asked to leave, the lowered limit applies to the next round, not to this one.
     is_notified = scaling is not None and scaling.round == state.round
@@ -545,7 +550,11 @@ def _heartbeat(state: MembershipState, event: Heartbeat, now: float, rules: JobR
 
 
 def _keep_alive(state: MembershipState, name: str, now: float, rules: JobRules) -> bool:
-    """Renew a node's sign of life if it is older than a heartbeat interval; return whether so."""
+    """Renew a node's sign of life if it is older than a heartbeat interval.
+
+    Returns:
+        Whether the sign of life was renewed.
+    """
     is_known = state.role(name) is not Role.NONE
     is_due = is_known and state.nodes[name].alive_at <= now - rules.heartbeat_secs
     if is_due:
@@ -670,7 +679,7 @@ def _note_sizes(state: MembershipState, event: SizesKnown | SizeRejected) -> Non
     if isinstance(event, SizeRejected):
         state.sizes = sizes.refusing(event.nodes)
     elif state.complete and state.round == event.round:
-        # A version was taken on this number of nodes, so it counts as refused no longer.
+        # A version was taken on this number of nodes, so the number no longer counts as refused.
         refused = tuple(number for number in sizes.refused if number != event.nodes)
         state.sizes = replace(event.sizes, refused=refused)
 

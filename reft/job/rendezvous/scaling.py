@@ -4,7 +4,7 @@ A request is a file in the job's memory directory on any node that trains. The l
 checks the request, and enters it into the state that all nodes share
 (:class:`reft.job.rendezvous.membership.GrantedScale`).
 
-- More nodes: the limit is raised, and spares take the new places as any node joins.
+- More nodes: the limit is raised, and spares take the new places like any node that joins.
 - Fewer nodes: nodes leave in steps. A leaving node takes its part of the state with it, so the
   launcher of the first node asks only as many nodes to leave as the job can lose at once. When the
   remaining nodes have committed a version without them, it asks the next ones.
@@ -151,7 +151,7 @@ class Scaler:
         )
 
     def _note_sizes(self, agreement: Agreement) -> None:
-        """Write to the shared state with which numbers of nodes the job can train.
+        """Record in the shared state the node counts at which the job can train.
 
         The numbers follow from the newest version. They are computed again when the status reports
         of the nodes have changed.
@@ -341,7 +341,8 @@ class ScaleSituation:
     degrees: Degrees | None = None  # Parallel degrees of the newest version; None: unknown
     parities: Scheme | None = None  # The requested protection scheme; None if it has no parities
     size: Size | None = None  # Limits of the data-parallel degree; None: unknown
-    # Nodes that hold each part of the newest version, by group rank; None: unknown
+    # Node counts at which the job can train, and the nodes that hold the newest version; None:
+    # unknown
     sizes: Sizes | None = None
 
     def reason_against(self, nodes: int, *, asked: bool = False) -> str:
@@ -349,8 +350,8 @@ class ScaleSituation:
 
         Args:
             nodes: number of nodes.
-            asked: True if a user requests this number. Then it is also refused if the job could
-                train on it, but with different results than now.
+            asked: True if a user requests this number. The number is then also refused if the job
+                could train on it, but with different results than now.
         """
         if self.degrees is None:
             return ""
@@ -377,7 +378,11 @@ class ScaleSituation:
         return ""
 
     def path_to(self, nodes: int) -> tuple[int, ...]:
-        """Return numbers of nodes on the way down to ``nodes`` that can train, in rising order."""
+        """Return, rising, the node counts below the present one on which the job can train.
+
+        Args:
+            nodes: smallest node count to return.
+        """
         return tuple(
             number
             for number in range(nodes, len(self.nodes))
@@ -461,7 +466,7 @@ def leave_next(
 ) -> tuple[int, ...]:
     """Find the nodes that leave next on the way to fewer nodes.
 
-    As many leave as the job can lose at once, so that a number remains with which it can train.
+    As many nodes leave as the job can lose at once, provided that it can train on the others.
 
     Args:
         requested: number of nodes after the last step.
@@ -480,11 +485,12 @@ def leave_next(
     for number in path:
         if running - number <= survived:
             return leavers(situation.nodes, running - number, first)
-    # The job does not survive the loss of any that many nodes, but perhaps of certain ones.
+    # The job does not survive the loss of arbitrary nodes of that number, but may survive the loss
+    # of certain nodes.
     sizes = situation.sizes
     full_tolerance = None if sizes is None else sizes.tolerance()
     if sizes is None or full_tolerance is None or survived < full_tolerance:
-        # The tolerance is lower than `sizes` implies: a node may be lost that is still in there.
+        # The tolerance is lower than `sizes` implies, so `sizes` may still contain a lost node.
         return ()
     named = [rank for rank, node in enumerate(situation.nodes) if node in first]
     for number in path:
@@ -543,7 +549,7 @@ def replaces(request: ScaleRequest, nodes: tuple[str, ...]) -> bool:
 def leavers(nodes: tuple[str, ...], number: int, first: tuple[str, ...]) -> tuple[int, ...]:
     """Return the group ranks of ``number`` leaving nodes: first those in ``first``.
 
-    Further ones are taken from the highest group rank downwards.
+    Further nodes are taken from the highest group rank downwards.
     """
     ranks = sorted(range(len(nodes)), key=lambda rank: (nodes[rank] not in first, -rank))
     return tuple(ranks[:number])
