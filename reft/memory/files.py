@@ -280,8 +280,8 @@ def cgroup_bounds(process: Path = _PROCESS, root: Path = _CGROUPS) -> Iterator[B
 
 def _free_in(mount: Path, path: str, names: tuple[str, str], prefix: str) -> Iterator[Bound]:
     group = mount / path.lstrip("/")
-    # In a container, this cgroup path may be the one the host sees; skip cgroups that do not
-    # exist under this mount.
+    # In a container, the path of a cgroup may be its path on the host; skip cgroups that do not
+    # exist under the mount.
     for directory in (group, *group.parents):
         # A cgroup without a limit has the text "max" instead of a number
         with suppress(OSError, ValueError):
@@ -325,8 +325,8 @@ class JobLock:
 
     @classmethod
     def join(cls, directory: Path, job_id: str) -> JobLock:
-        """Join a lock that another process of the same start has taken, and has shared by
-        :meth:`share`.
+        """Join a lock that another process of the same start has taken and then shared
+        (:meth:`share`).
 
         Raises:
             JobInUseError: another start holds the lock exclusively.
@@ -412,8 +412,8 @@ def _acquire(directory: Path, job_id: str, kind: int, wait_secs: float) -> int:
             continue
         try:
             if try_flock(fd, kind):
-                # P7: the previous holder may have removed the file after this process opened it.
-                # A lock on a removed file protects nothing, so open the path again.
+                # P7: the previous holder may have removed the lock file after this process opened
+                # it. A lock on a removed file protects nothing, so open the path again.
                 if _lies_in(fd, directory):
                     return fd
             elif time.monotonic() >= deadline:

@@ -49,7 +49,7 @@ class Degradation:
 
     scheme: str
     versions: int  # Number of versions that each rank keeps
-    cause: str  # Which node has too little memory, and how much would be enough
+    cause: str  # Text that says which node has too little memory, and how much would be enough
     step: int  # Step of the first version with this weaker protection
 
 

@@ -71,7 +71,7 @@ class ScaleAnswer:
     refused: str = ""  # Reason why the request is refused; "" if it is carried out
     # True once the job runs on ``nodes`` nodes and has committed a version there
     done: bool = False
-    waits: str = ""  # What the request waits for; "" if it does not wait
+    waits: str = ""  # Condition for which the request waits; "" if it does not wait
 
 
 def write_request(job_dir: Path, nodes: int, without: tuple[str, ...]) -> ScaleRequest:

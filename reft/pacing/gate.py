@@ -71,9 +71,9 @@ class HostGate(Gate):
         # True after training has waited chunk_secs and the chunk in flight has not ended
         self._stuck = False
         self._closing = ctypes.c_int(0)
-        """Flag shared with the C++ copy loop. It is not 0 while training waits for the chunk in
-        flight; the loop then begins no further chunk. The flag only shortens the wait; correctness
-        depends on the lock."""
+        """Flag shared with the C++ copy loop. The flag is not 0 while training waits for the chunk
+        in flight; the loop then begins no further chunk. The flag only shortens the wait;
+        correctness depends on the lock."""
         self._beside = Permit(2, until=self._closing)
         self._communication = Permit(3, until=self._closing)
         self._changed = threading.Event()

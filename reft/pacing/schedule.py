@@ -39,7 +39,7 @@ from reft.snapshot.gate import ChunkRecord
 
 
 class WindowKind(StrEnum):
-    """Why the stage waits in a window.
+    """Reason why a stage waits in a window.
 
     - FILL: before the stage's first forward pass.
     - MID: between the warm-up forward passes and the first backward pass.
@@ -59,7 +59,7 @@ class WindowKind(StrEnum):
 class Window:
     """An idle interval of one stage within one step."""
 
-    kind: WindowKind  # Why the stage waits
+    kind: WindowKind  # Reason why the stage waits
     # Begin, in seconds after the stage's first instruction of the step has begun
     start_secs: float
     stop_secs: float  # End, in seconds after the stage's first instruction of the step has begun
@@ -254,7 +254,7 @@ _LONGEST_INTERVAL = 2**62
 
 
 class Overflow(StrEnum):
-    """What happens with bytes that fit no tier.
+    """Treatment of bytes that fit no tier (no time in which copies may run).
 
     - STALL: the optimizer step waits until these bytes are copied.
     - INTERVAL: snapshots are taken less often, so that the wait stays within the allowed overhead.
@@ -307,7 +307,7 @@ class HasLimits:
     compute_share: float = 0.0
     # True if training and snapshots use different links, which allows tier 3
     separate_links: bool = False
-    overflow: Overflow = Overflow.STALL  # What happens with bytes that fit no tier
+    overflow: Overflow = Overflow.STALL  # Treatment of bytes that fit no tier
     # Allowed overhead as a fraction of the training time; determines the advised interval
     max_overhead: float = 0.03
     staging_bytes: int = 0  # Device memory in bytes that staging may take

@@ -262,7 +262,7 @@ class RingExchange:
 
     def facts(self, writer: ArenaWriter) -> None:
         """Send this rank's lengths and checksums to its ring predecessors, and receive those of
-        its successors. Collective in the group.
+        its successors. Collective in the sharding group.
 
         Raises:
             TransferError: the connection to a peer is lost, or a peer announced a length that
@@ -282,7 +282,7 @@ class RingExchange:
 
     def blocks(self, writer: ArenaWriter) -> list[PlacedBlock]:
         """Send to the ring predecessors the blocks of this rank that they lack, and receive from
-        the successors those that this rank lacks. Collective in the group.
+        the successors those that this rank lacks. Collective in the sharding group.
 
         Returns:
             The received blocks, which :meth:`ArenaWriter.check_received` has yet to compare with

@@ -615,7 +615,7 @@ class Copier:
         return lambda number, permit: permit.tier == 0 and number >= first and may_stage()
 
     def _copy(self, chunks: Sequence[Chunk], writer: ArenaWriter, gate: Gate) -> list[ChunkRecord]:
-        """Copy all chunks. A permit covers at most the chunks up to the end of a block."""
+        """Copy all chunks. Each permit of the gate is used for chunks of a single block."""
         records, number = [], 0
         while number < len(chunks):
             self._reach(number)
@@ -627,8 +627,8 @@ class Copier:
         return records
 
     def _admitted(self, chunks: Sequence[Chunk], first: int, permit: Permit) -> Sequence[Chunk]:
-        """Return the chunks that one permit covers: chunks of the same block, up to the next
-        fault point."""
+        """Return the chunks that are copied with one permit of the gate: chunks of one block, up to
+        the next point where a test may inject a fault."""
         stop, nbytes = first, 0
         goes_on = permit.until is not None and _at_once(chunks[first]) is not None
         most = UNLIMITED if goes_on else permit.nbytes
@@ -714,8 +714,8 @@ class Copier:
         def flush() -> None:
             nonlocal batch, nbytes
             if batch:
-                # The previous batch under this permit already waits for the mark, and the stream
-                # runs in order.
+                # Only the first batch under a permit has to wait for the mark (a stamp of the
+                # device's clock): the stream runs in order, so later batches follow it.
                 follows = bool(queued) and queued[-1][1] is permit
                 ticket = hand_over(batch, None if follows else permit.mark)
                 queued.append((batch, permit, ticket))
@@ -790,7 +790,7 @@ def _at_once(chunk: Chunk) -> CutRanges | None:
 
 
 def _next(gate: Gate, left: int) -> tuple[Permit, int]:
-    """Take the next permit.
+    """Take the next permit, with which the gate allows a number of bytes to be copied.
 
     Args:
         gate: gives the permit.

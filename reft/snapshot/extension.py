@@ -160,7 +160,7 @@ class VersionFeature:
         each number, the maximum over all ranks.
 
         Args:
-            cause: why this rank votes against the version; None if it votes for it.
+            cause: reason why this rank votes against the version; None if it votes for the version.
             layout: layout of the version; None before the ranks have first agreed on a layout.
         """
         return self.neutral_ballot()

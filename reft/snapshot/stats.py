@@ -148,7 +148,8 @@ class SnapshotStats:
     committed_step: int | None = None  # Newest step known to be committed
     # First step since the newest commit whose version was given up; None if none was
     stale_since_step: int | None = None
-    last_error: str | None = None  # Why the newest versions were given up
+    # Reason why the newest versions were given up; None if they were committed
+    last_error: str | None = None
 
     def commit(self, step: int, traffic: Traffic) -> None:
         """Count a committed version and its bytes."""

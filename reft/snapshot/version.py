@@ -525,7 +525,8 @@ class RankState:
     fence_near: bool = False
     # True if no further version is accepted; the worker ends after those in progress
     closing: bool = False
-    broken: str | None = None  # Why no versions are taken any more; None while they are taken
+    # Reason why this rank takes no more versions; None while it takes them
+    broken: str | None = None
 
     @property
     def head(self) -> Version:

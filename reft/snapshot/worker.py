@@ -436,7 +436,8 @@ class SnapshotWorker:
 
     @property
     def _fence_waiting(self) -> bool:
-        """Whether training waits for a copy at the fence, or will soon."""
+        """Whether training waits for a copy at the fence (right before the optimizer writes), or
+        will wait soon."""
         state = self._state
         return state.fence_near and state.holds_training
 
@@ -468,8 +469,9 @@ class SnapshotWorker:
             self._carry_out(effect)
 
     def near_fence(self) -> None:
-        """Announce that the fence comes soon, so that the rest of the version is copied now, while
-        training does the work that precedes the optimizer's writes.
+        """Announce that training will soon reach the fence, where it waits for copies. The rest of
+        the version is copied now, while training does the work that precedes the optimizer's
+        writes.
 
         On a CPU, versions whose copies have not started are cancelled. With a device, which has
         not reached this point yet, their copies may still start.
@@ -622,7 +624,7 @@ class SnapshotWorker:
 
     @property
     def broken(self) -> str | None:
-        """Why this worker has stopped taking versions; None while it takes them."""
+        """Reason why this worker has stopped taking versions; None while it takes them."""
         return self._state.broken
 
     def drain(self, timeout_secs: float) -> bool:
@@ -876,9 +878,9 @@ class SnapshotWorker:
     # -- exchange with peers, and seal -------------------------------------------------------------
 
     def _seal(self, request: SnapshotRequest) -> versions.Event:
-        """Exchange bytes with the ring peers, and seal the slot. Collective in the group. A rank
-        that cannot seal takes part as well, since peers wait for its blocks; they learn of its
-        failure in the vote."""
+        """Exchange bytes with the ring peers, and seal the slot. Collective in the sharding group.
+        A rank that cannot seal takes part as well, since peers wait for its blocks; the peers
+        receive its failure with the vote."""
         writer = self._writer
         assert writer is not None  # The version was copied into this arena
         failure = self._drain(request, writer)
@@ -924,7 +926,7 @@ class SnapshotWorker:
             return self._state.head.cause
 
     def _exchange(self, version: CopiedVersion) -> tuple[Sequence[PlacedBlock], SkipCause | None]:
-        """Recompute or receive the blocks of peers. Collective in the group.
+        """Recompute or receive the blocks of peers. Collective in the sharding group.
 
         Returns:
             The received blocks, whose checksums have yet to be compared, and why the version
