@@ -1,4 +1,4 @@
-"""State of a script that reft finds by itself and includes in every version
+"""Finds state of a script without the script's help, and includes it in every version
 (:mod:`reft.engine.host_state`)."""
 
 FOLLOWERS = {

@@ -1,5 +1,5 @@
-"""Flags of a DeepSpeed engine that a script may change while it trains: frozen parameters, the
-training mode of modules, batch sizes."""
+"""Settings of a DeepSpeed engine that a script may change during training: which parameters are
+frozen, the training mode of modules, and batch sizes."""
 
 from __future__ import annotations
 
@@ -59,8 +59,9 @@ class Flags(HostState):
             frozen, evaluating = set(saved["frozen"]), set(saved["evaluating"])
             for name, parameter in self._parameters.items():
                 parameter.requires_grad = name not in frozen
-            # A version taken between an evaluation and ``model.train()`` says that all modules
-            # evaluate. If the script has called ``model.train()`` since, that call counts.
+            # A version taken between an evaluation and ``model.train()`` records all modules as
+            # evaluating. If the script has called ``model.train()`` since the restore, do not undo
+            # that call.
             if not (self._is_restored and "" in evaluating and self._modules[""].training):
                 for name, module in self._modules.items():
                     module.training = name not in evaluating
@@ -83,7 +84,8 @@ class Flags(HostState):
         self._step_ended = int(engine.global_steps), int(engine.micro_steps)
         before, self._accumulation = self._accumulation, int(engine.gradient_accumulation_steps())
         made = engine.micro_steps - micro
-        # Scripts may set the end of a step themselves; the engine's count then does not matter.
+        # If the script itself sets the end of a step, the engine's count of micro-batches does not
+        # matter.
         counts_itself = getattr(engine, "_is_gradient_accumulation_boundary", None) is not None
         if before == self._accumulation or engine.global_steps != step + 1 or counts_itself:
             return None
@@ -98,14 +100,14 @@ class Flags(HostState):
         )
 
     def _restore_batch(self, saved: Mapping[str, int]) -> None:
-        """Restore batch sizes that the script had set while it trained."""
+        """Restore batch sizes that the script had set during training."""
         now = self._batch()
         if now == saved:
             return
         engine = self._engine
         if now["replicas"] != saved["replicas"]:
-            # The global batch stays the same; the number of micro-batches follows from the number
-            # of replicas.
+            # The global batch size is restored; the number of micro-batches then follows from the
+            # number of replicas.
             engine.set_train_micro_batch_size(saved["micro"])
             engine.set_train_batch_size(saved["train"])
             return

@@ -1,7 +1,8 @@
 """Learning rates and other numbers of the optimizer's parameter groups.
 
-They are restored where training begins, and compared from step to step. If anything outside of
-reft's view changes them, a restarted script may compute different values, so that is reported.
+The numbers are restored where training begins, and compared from step to step. If a number changes
+for a reason that reft does not see, a restarted script may compute a different value, so the change
+is reported.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ _MOMENTA = ("betas", "momentum")
 
 
 def followers(context: JobContext, given: Callable[[], list[Any]]) -> Iterable[HostState]:
-    """Schedulers and parameter groups of a DeepSpeed engine; nothing for other programs."""
+    """Return the objects that follow schedulers and parameter groups of a DeepSpeed engine; none
+    for other programs."""
     engine = getattr(context.engine, "engine", None)
     if engine is None:
         return ()
@@ -43,11 +45,11 @@ class ParamGroups(HostState):
         self._given = given
         self._schedulers = schedulers
         self._state = context.engine.adapter.state  # type: ignore[attr-defined]  # DeepSpeed's have one
-        # Numbers and scheduler counts after the last optimizer step; None: not compared
+        # Numbers and scheduler counts after the last optimizer step; None if they are not compared
         self._after: tuple[list[dict[str, Any]], Any] | None = None
         # Numbers at the end of the engine's last step
         self._ended: list[dict[str, Any]] | None = None
-        # Whether, in the restored version, the numbers changed between two steps
+        # Whether the restored version records that the numbers changed between two steps
         self._moved = False
         self._found: str | None = None  # Message about an unexplained change, not yet reported
         self._reported = self._lost_reported = False
@@ -60,10 +62,10 @@ class ParamGroups(HostState):
 
     @property
     def is_reapplied(self) -> bool:
-        # If the numbers did not change between two steps, a value that the script writes after a
-        # load is intended, for example a rate for another number of replicas. Otherwise the script
-        # may repeat what it wrote at its first start. The constructor of a scheduler sets the
-        # learning rate of step 0, which must not stay either.
+        # Restore the numbers again if the script may have overwritten restored ones with those of
+        # its first start: if the numbers used to change between steps, or if a scheduler was
+        # constructed (which sets the learning rate of step 0). Otherwise a value that the script
+        # writes after a load is intended, for example a rate for another number of replicas.
         return self._moved or self._schedulers.made_after_load
 
     def close(self) -> None:
@@ -77,7 +79,8 @@ class ParamGroups(HostState):
     def restore(self, saved: dict[str, Any]) -> None:
         self._after = self._ended = None
         data = self._context.engine.data
-        # A program that loads its own checkpoints may have options that override their values.
+        # A program that loads its own checkpoints may have options that override values of the
+        # checkpoint.
         overrides = data is not None and data.left_to_program
         self._moved = saved["moved"] and saved["replicas"] == self._replicas() and not overrides
         if len(saved["groups"]) == len(self._state.optimizer.param_groups):
@@ -106,7 +109,8 @@ class ParamGroups(HostState):
         return [dict(_numbers_of(group)) for group in self._state.optimizer.param_groups]
 
     def _followed(self) -> list[Any]:
-        """Schedulers in the version, whether reft found them or the script gave them."""
+        """Return the schedulers whose state is in the version: those that reft found, and those
+        that the script gave."""
         given = [g for g in self._given() if callable(getattr(g, "step", None))]
         return [
             s for s in (self._schedulers.own(), *self._schedulers.live(), *given) if s is not None
@@ -116,9 +120,10 @@ class ParamGroups(HostState):
         return [tuple(getattr(s, name, None) for name in _COUNTS) for s in self._followed()]
 
     def _is_scheduled(self, key: str, value: Any) -> bool:
-        """Whether a scheduler may have set this number.
+        """Return whether a scheduler may have set this number.
 
-        Schedulers keep the learning rates that they set. One that does not may have set anything.
+        Torch's schedulers keep the learning rates that they set in ``_last_lr``. A scheduler
+        without this attribute may have set any number.
         """
         rates = [getattr(s, "_last_lr", None) for s in self._followed()]
         if any(kept is None for kept in rates):

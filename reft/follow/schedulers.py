@@ -1,8 +1,10 @@
-"""Torch's learning-rate schedulers over the engine's optimizer, wherever the script makes them.
+"""Follows torch's learning-rate schedulers over the engine's optimizer, wherever the script
+constructs them.
 
-Schedulers from before the session are found once among all objects. Later ones are noticed by their
-constructors, which are wrapped while a session exists. Their states are matched by class in the
-order of construction, because the script constructs the same schedulers at every start.
+Schedulers that were constructed before the session are found once among all objects of the process.
+For later ones, the constructors are wrapped while a session exists. Saved states are matched to
+schedulers by class and in the order of construction, because the script constructs the same
+schedulers at every start.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from reft.state.codec import class_path, encode
 
 _WATCHED = (
     lr_scheduler.LRScheduler,
-    # The constructors of these classes do not call that of their base class.
+    # The constructors of these classes do not call the constructor of the base class, so each is
+    # wrapped.
     lr_scheduler.SequentialLR,
     lr_scheduler.ChainedScheduler,
     lr_scheduler.ReduceLROnPlateau,
@@ -32,12 +35,12 @@ _LATE_STEPS = 2
 
 
 class Schedulers(HostState):
-    """All schedulers but the engine's own, which ``deepspeed.initialize`` received.
+    """Follows all schedulers except the engine's own, which ``deepspeed.initialize`` received.
 
     Args:
         engine: DeepSpeed's engine.
-        given: returns the objects that the script has given in ``state={...}``; they are excluded
-            here.
+        given: returns the objects that the script has given in ``state={...}``, which are captured
+            elsewhere.
 
     Attributes:
         made_after_load: whether the script constructed a scheduler after its state was restored.
@@ -59,11 +62,13 @@ class Schedulers(HostState):
         CONSTRUCTED.leave(self)
 
     def own(self) -> Any:
-        """The engine's own scheduler, which is captured with the engine; None if there is none."""
+        """Return the engine's own scheduler, which is captured with the engine; None if there is
+        none."""
         return vars(self._engine).get("lr_scheduler")
 
     def live(self) -> list[Any]:
-        """The followed schedulers over the engine's optimizer, in the order of construction."""
+        """Return the followed schedulers over the engine's optimizer, in the order of
+        construction."""
         own = {id(optimizer) for optimizer in _wrapped(self._engine.optimizer)}
         found = []
         for scheduler in CONSTRUCTED.live():
@@ -92,7 +97,8 @@ class Schedulers(HostState):
         return True
 
     def constructed(self, scheduler: Any) -> None:
-        """Restore a new scheduler, whose constructor has set the learning rate of step 0."""
+        """Restore the state of a scheduler that was just constructed, since its constructor has set
+        the learning rate of step 0."""
         if self._waiting and scheduler in self.live() and self._restore_one(scheduler):
             self.made_after_load = True
             for group, rate in zip(
@@ -101,7 +107,8 @@ class Schedulers(HostState):
                 group["lr"] = rate
 
     def end_step(self) -> str | None:
-        # A script may construct its scheduler after the first step.
+        # Report a missing scheduler only after some steps, since a script may construct it after
+        # the first step.
         self._steps_waited += bool(self._waiting)
         if not self._waiting or self._steps_waited != _LATE_STEPS:
             return None
@@ -129,7 +136,8 @@ class Schedulers(HostState):
 
 
 def _may_have_schedulers(engine: Any) -> bool:
-    """Whether the script can have made a scheduler before the session, over its own optimizer."""
+    """Return whether the script may have constructed a scheduler over its own optimizer before the
+    session."""
     groups = getattr(engine.optimizer, "param_groups", ())
     return vars(engine).get("client_optimizer") is not None or any(
         "initial_lr" in group for group in groups
@@ -137,7 +145,7 @@ def _may_have_schedulers(engine: Any) -> bool:
 
 
 def _wrapped(optimizer: Any) -> list[Any]:
-    """An optimizer and the optimizers that it wraps."""
+    """Return an optimizer and the optimizers that it wraps."""
     found: list[Any] = []
     while optimizer is not None and len(found) < _MOST_WRAPPERS:
         found.append(optimizer)
@@ -146,16 +154,17 @@ def _wrapped(optimizer: Any) -> list[Any]:
 
 
 def _parts(scheduler: Any) -> Iterator[Any]:
-    """The schedulers of which one consists, recursively; their states are part of its own."""
+    """Yield the schedulers of which a scheduler consists, recursively. Their states are part of its
+    state."""
     for part in getattr(scheduler, "_schedulers", ()):
         yield part
         yield from _parts(part)
 
 
 def _encodable(state: Any) -> Any:
-    """The state without values that cannot be encoded, such as functions.
+    """Return a scheduler's state without values that cannot be encoded, such as functions.
 
-    The script constructs those in the same way at every start.
+    The script constructs such values in the same way at every start.
     """
     if isinstance(state, dict):
         entries = {key: _encodable(value) for key, value in state.items() if _is_kept(value)}
@@ -178,7 +187,8 @@ def _is_kept(value: Any) -> bool:
 
 
 class Constructed:
-    """The schedulers of this process in the order of construction, while a session exists."""
+    """Records the schedulers of this process in the order of construction, while a session
+    exists."""
 
     def __init__(self) -> None:
         self._watchers: list[Schedulers] = []
@@ -215,8 +225,8 @@ class Constructed:
     def add_existing(self) -> None:
         """Add the schedulers that were constructed before the constructors were wrapped.
 
-        The garbage collector lists objects in the order of construction, the oldest generation
-        last.
+        Within a generation, the garbage collector lists objects in the order of construction.
+        Generation 2 holds the oldest objects, so it is read first.
         """
         base = lr_scheduler.LRScheduler
         for generation in (2, 1, 0):

@@ -1,9 +1,9 @@
 """Arena: one rank's bytes of one version, in a file in host memory that outlives its processes.
 
-The file is mapped by the trainer that writes it and by its readers (the daemon, `reft inspect`,
-the next incarnation). Its header (:mod:`reft.memory.header`) records which rank's version the
-file holds and in which state. Each change of state writes one record. If a record is torn
-(written only in part), readers see the state before it.
+The file is mapped by the trainer that writes it and by its readers (the daemon, `reft inspect`, the
+next incarnation). The file's header (:mod:`reft.memory.header`) records which rank's version the
+file holds, and the state of the version. Each change of state writes one record. If a record is
+torn (written only in part), readers see the state before the change.
 
 Invariants:
 
@@ -78,8 +78,8 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _READ_ATTEMPTS = 5
-"""How often a reader tries to read the header. A try fails only if the writer replaced both
-header copies meanwhile."""
+"""Number of times that a reader tries to read the header. A try fails only if the writer replaced
+both header copies during it."""
 
 Table = NDArray[np.void]
 
@@ -92,13 +92,12 @@ def reserved_bytes(data_bytes: int, max_entries: int) -> int:
 class Arena:
     """An open arena file. Create an object with :meth:`create` or :meth:`open`.
 
-    An arena is locked with `flock`, on a file description used for nothing else: a crash
-    releases the lock, and processes forked from the holder (data loader workers) do not keep it.
-    A writable arena also holds a shared lock on its directory, which shows other processes that
-    the job is alive.
+    An arena is locked with `flock`, on a file description used for nothing else. So a crash
+    releases the lock, and forked processes (data loader workers) do not keep it. A writable arena
+    also holds a shared lock on its directory, which shows other processes that the job is alive.
 
     One thread of one process writes an arena at a time; any number of processes may read it. The
-    order for a version is ``begin``, data, ``seal``, ``commit``; ``clear`` discards it.
+    order for a version is ``begin``, data, ``seal``, ``commit``; ``clear`` discards the version.
     """
 
     def __init__(
@@ -131,8 +130,8 @@ class Arena:
         access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
         self._map: mmap.mmap | None = mmap.mmap(fd, geometry.file_bytes, access=access)
         if not writable:
-            # Tell the kernel that the data is read once. Otherwise unmapping would mark every
-            # page as recently used, which takes as long as mapping it.
+            # Tell the kernel that the data is read once. Otherwise unmapping would mark every page
+            # as recently used, which takes as long as mapping the file.
             self._map.madvise(mmap.MADV_SEQUENTIAL)
         self._view = memoryview(self._map)
         self._data = self._view[geometry.data_offset : geometry.file_bytes]
@@ -144,8 +143,8 @@ class Arena:
         """Open ``path`` for writing, with all its memory allocated and touched.
 
         An existing arena of exactly this size keeps its content. Any other file at ``path`` is
-        replaced by an EMPTY arena, even if it holds a version that is still needed: the caller
-        has to check that.
+        replaced by an EMPTY arena. The caller has to check that the old file holds no version that
+        is still needed.
 
         Args:
             path: file in a directory of this job.
@@ -166,8 +165,9 @@ class Arena:
             arena = cls._new(path, geometry, secret, allocated=touch)
         try:
             if touch and arena._map is not None:
-                # An existing file may have holes if it was created with touch=False and never
-                # filled. Touching a hole raises SIGBUS when memory is short.
+                # An existing file may have holes (ranges without memory) if it was created with
+                # touch=False and never filled. Touching a hole raises SIGBUS when memory is short,
+                # so allocate first.
                 arena.allocate()
                 touch_pages(arena._map, path)
         except BaseException:
@@ -253,8 +253,8 @@ class Arena:
     def write(self, offset: int, data: memoryview) -> None:
         """Write bytes into the data region of an arena whose memory is not allocated yet.
 
-        Uses the file instead of the mapping, which would take twice as long: the kernel zeroes
-        and maps each new page of a mapping.
+        Writes to the file instead of the mapping: a write to the mapping would take twice as long,
+        because the kernel zeroes and maps each new page.
 
         Args:
             offset: first byte, from the start of the data region.
@@ -323,11 +323,11 @@ class Arena:
         return ArenaState.EMPTY if head is None else head.state
 
     def lost(self) -> str | None:
-        """Return why the next start of the job could not use this file.
+        """Return the reason why the next start of the job could not use this file.
 
         Returns:
-            The reason as the end of a sentence that begins with the path, such as "was removed";
-            None if the next start can use the file.
+            The reason, worded as the end of a sentence that begins with the path, such as "was
+            removed"; None if the next start can use the file.
         """
         try:
             mine, there = os.fstat(self._fd), os.stat(self.path, follow_symlinks=False)
@@ -355,8 +355,8 @@ class Arena:
         return self._data[entry.arena_offset : entry.arena_offset + entry.nbytes]
 
     def verify(self, entry: Entry) -> bool:
-        """Return whether the bytes in memory still match the checksum taken when they were copied
-        (P5).
+        """Return whether a block's bytes still match the checksum that was computed when they were
+        copied (P5).
         """
         return checksum(self.read_block(entry)) == entry.checksum
 
@@ -365,7 +365,7 @@ class Arena:
     def begin(self, header: ArenaHeader) -> None:
         """Record that a version is being written, *before* any byte of data is overwritten.
 
-        Takes the exclusive lock, if the caller does not hold it, until :meth:`seal` or
+        Unless this object already holds the exclusive lock, takes it until :meth:`seal` or
         :meth:`clear`.
 
         Args:
@@ -405,7 +405,8 @@ class Arena:
         self._release_own_lock()
 
     def commit(self) -> None:
-        """Record that every rank has sealed this version, as the second vote has found.
+        """Record that every rank has sealed this version, which is the result of the ranks' second
+        vote.
 
         Raises:
             ArenaError: the arena is not SEALED.
@@ -414,22 +415,23 @@ class Arena:
         self._record(newest, replace(header, state=ArenaState.COMMITTED), newest.table)
 
     def clear(self) -> None:
-        """Discard the version: write a record that says EMPTY, and wipe the older record."""
+        """Discard the version: write a record with the state EMPTY, and wipe the older record."""
         self._record(self._newest(), None, b"", wipe=True)
         self._release_own_lock()
 
     # ---- locks ----
 
     def try_lock_exclusive(self) -> bool:
-        """Take the exclusive lock. Returns False if a reader or another writer holds the arena.
-        A shared lock of this object is released."""
+        """Take the exclusive lock, in exchange for a shared lock of this object, if there is one.
+        Returns False if a reader or another writer holds the arena."""
         if self._held == fcntl.LOCK_EX:
             return True
         self._unlock_after_write = False
         return self._take(fcntl.LOCK_EX)
 
     def lock_shared(self) -> bool:
-        """Pin the content until :meth:`unlock`. Returns False if a writer holds the arena."""
+        """Take a shared lock, which prevents changes of the content until :meth:`unlock`. Returns
+        False if a writer holds the arena."""
         self._unlock_after_write = False
         return self._take(fcntl.LOCK_SH)
 
@@ -517,10 +519,11 @@ class Arena:
     def _record(
         self, newest: Record, header: ArenaHeader | None, table: bytes, wipe: bool = False
     ) -> None:
-        """Write a new state over the older header copy; the newer copy stays valid meanwhile.
+        """Write a new state over the older header copy, while the newer copy stays valid.
 
-        With ``wipe``, the previous copy is invalidated afterwards. Otherwise, if the new copy
-        were damaged, readers would use the block table of data that is being overwritten.
+        With ``wipe``, the previous copy is invalidated afterwards. Without that, readers of a
+        damaged new copy would use the previous one, whose block table describes data that is being
+        overwritten.
         """
         if not self.writable or self._secret is None:
             raise ArenaError(
@@ -534,16 +537,17 @@ class Arena:
                 f"{self._geometry.copy_bytes} reserved; shorten job_id or node, or reserve more "
                 "entries"
             )
-        # P3: a crash during this write leaves the newer copy valid, so the arena reads as before.
+        # P3: a crash during this write leaves the newer copy valid, so readers see the arena's
+        # previous state.
         self._store(self._geometry.copy_offset(1 - newest.index), record)
         if wipe:
             self._store(self._geometry.copy_offset(newest.index), bytes(len(MAGIC)))
 
     def _store(self, offset: int, data: bytes) -> None:
-        """Write header bytes into the mapping. No other function changes them.
+        """Write header bytes into the mapping. No other function changes header bytes.
 
         Data is written before the header that describes it, without a memory barrier in between.
-        Readers in other processes do not need one:
+        Readers in other processes do not need a barrier:
 
         - A record has a MAC. If only some of the record's bytes are visible, readers treat it as
           torn.
@@ -610,8 +614,8 @@ _DECODED = "decoded-"
 
 
 def arena_name(local_rank: int, slot: int) -> str:
-    """Return the file name of an arena. The content is identified by the header, never by this
-    name."""
+    """Return the file name of an arena. The name identifies only rank and slot on a node; whose
+    bytes the file holds is recorded in the header."""
     return f"rank{local_rank}-slot{slot}{ARENA_SUFFIX}"
 
 
@@ -683,10 +687,11 @@ class SlotFiles:
     """The arena files of one rank: one for each slot."""
 
     job_dir: Path  # The job's memory directory on this node
-    local_rank: int  # Rank within the node, from which the file names are made
+    local_rank: int  # Rank within the node, which is part of the file names
     count: int  # Number of slots; each holds one arena
     secret: bytes  # The job's secret, the key of the headers' MAC
-    # Number of ranks on this node. Local rank 0 removes the files of ranks that no longer exist.
+    # Number of ranks on this node, from which local rank 0 knows which files belong to ranks that
+    # no longer exist
     local_world_size: int = 1
 
     def path(self, slot: int) -> Path:
@@ -707,10 +712,10 @@ class SlotFiles:
         return header.coordinate if header is not None and header.state.whole else None
 
     def set_aside(self, path: Path) -> Path:
-        """Rename an arena file to a slot number that the rank does not use; return the new path.
+        """Rename an arena file to a slot number that the rank does not use. Return the new path.
 
-        Recovery still finds the file. The next commit removes it, like files of an earlier start
-        that had more slots.
+        Recovery still finds the file. It is removed after the next commit, like files of an earlier
+        start that had more slots.
         """
         aside = next(p for n in count(self.count) if not (p := self.path(n)).exists())
         path.rename(aside)
@@ -718,7 +723,7 @@ class SlotFiles:
 
     @property
     def held_bytes(self) -> int:
-        """Total size in bytes of the slots' existing files."""
+        """Total size in bytes of the existing files in the slots."""
         paths = [self.path(slot) for slot in range(self.count)]
         return sum(path.stat().st_size for path in paths if path.exists())
 

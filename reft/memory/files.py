@@ -25,7 +25,8 @@ import psutil
 from reft.errors import ArenaError, JobInUseError, OutOfMemoryError
 from reft.memory.header import PAGE_BYTES
 
-# Bytes that are allocated or touched at once; between two such steps signals are handled
+# Number of bytes that are allocated or touched in one call; between two calls, Python handles
+# signals
 _STEP_BYTES = 256 * 2**20
 _MADV_POPULATE_WRITE = 23  # Since Linux 5.14; missing in Python's mmap module
 _NO_MEMORY = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG)
@@ -120,7 +121,8 @@ def touch_pages(mapping: mmap.mmap, path: Path) -> None:
 
 
 def touch_by_hand(mapping: mmap.mmap, start: int, length: int) -> None:
-    """Fault in pages as MADV_POPULATE_WRITE does, on kernels without it. No byte changes."""
+    """Fault in pages by writing to each, on kernels that lack MADV_POPULATE_WRITE. No byte
+    changes."""
     pages = np.frombuffer(mapping, np.uint8, length, start)[::PAGE_BYTES]
     np.bitwise_or(pages, 0, out=pages)
 
@@ -134,8 +136,8 @@ def out_of_memory(path: Path, wanted: int) -> OutOfMemoryError:
 
 
 def remove_idle_file(path: Path) -> None:
-    """Remove a file that is about to be replaced. Processes that have it open keep reading the
-    old content.
+    """Remove a file that is about to be replaced. Processes that have the file open keep reading
+    the old content.
 
     Raises:
         ArenaError: another process is writing the file.
@@ -158,10 +160,10 @@ def remove_idle_file(path: Path) -> None:
 
 
 def reopen(path: Path, fd: int, writable: bool) -> int:
-    """Open a second file description of the same file, for its locks.
+    """Open a second file description of an open file, to lock the file with it.
 
-    The mapping keeps a duplicate of ``fd``, which forked processes inherit. A lock on ``fd``
-    would be held until the last of them ends.
+    The mapping keeps a duplicate of ``fd``, which forked processes inherit. A lock on ``fd`` would
+    be held until the last of these processes ends.
     """
     mode = os.O_RDWR if writable else os.O_RDONLY
     try:
@@ -187,7 +189,7 @@ def hold_directory(directory: Path) -> int:
     return fd
 
 
-# -- free memory: the minimum over file system, machine and control groups -------------------------
+# -- free memory: the minimum of what file system, machine and control groups leave ----------------
 
 
 _PROCESS = Path("/proc/self")
@@ -208,8 +210,8 @@ class Bound:
 def free_bytes(directory: Path) -> int:
     """Return the number of bytes that can still be allocated in ``directory``.
 
-    This is the minimum over the file system, the machine and this process's control groups, such as
-    a container's or a batch job's.
+    The result is the minimum of the free bytes in the file system, on the machine and in the
+    control groups of this process, such as those of a container or a batch job.
     """
     stats = os.statvfs(directory)
     free = (
@@ -221,10 +223,11 @@ def free_bytes(directory: Path) -> int:
 
 
 def bounds(directory: Path, process: Path = _PROCESS, root: Path = _CGROUPS) -> list[Bound]:
-    """Return all limits on a process's memory: the machine's, its control groups', a file system's.
+    """Return all limits on a process's memory: of the machine, of the process's control groups, and
+    of a file system.
 
     Args:
-        directory: any directory in the file system whose limit is wanted.
+        directory: any directory in the file system whose limit is to be included.
         process: see :func:`cgroup_bounds`.
         root: see :func:`cgroup_bounds`.
     """
@@ -246,8 +249,8 @@ def default_margin_bytes(directory: Path) -> int:
 
 
 def cgroup_free_bytes(process: Path = _PROCESS, root: Path = _CGROUPS) -> Iterator[int]:
-    """Return the free bytes of each control group of a process that has a limit; negative if the
-    group uses more than its limit.
+    """Yield the number of free bytes in each control group of a process, if the group has a limit;
+    negative if the group uses more than its limit.
 
     Args:
         process: see :func:`cgroup_bounds`.
@@ -277,8 +280,8 @@ def cgroup_bounds(process: Path = _PROCESS, root: Path = _CGROUPS) -> Iterator[B
 
 def _free_in(mount: Path, path: str, names: tuple[str, str], prefix: str) -> Iterator[Bound]:
     group = mount / path.lstrip("/")
-    # In a container, this cgroup path may be the one the host sees; skip cgroups that do not
-    # exist under this mount.
+    # In a container, the path of a cgroup may be its path on the host; skip cgroups that do not
+    # exist under the mount.
     for directory in (group, *group.parents):
         # A cgroup without a limit has the text "max" instead of a number
         with suppress(OSError, ValueError):
@@ -293,7 +296,7 @@ def _free_in(mount: Path, path: str, names: tuple[str, str], prefix: str) -> Ite
             return
 
 
-# -- a live job's lock on its memory: no other job reads or writes it meanwhile (P7) ---------------
+# -- a live job's lock on its memory, so that no other job reads or writes the memory (P7) ---------
 
 
 LOCK_FILE = "job.lock"
@@ -308,8 +311,8 @@ class JobLock:
     Args:
         directory: the job's memory on this node; it must exist.
         job_id: the job, for the message.
-        wait_secs: time to wait for a holder that is ending. A killed process keeps its lock until
-            the kernel has freed its memory.
+        wait_secs: time to wait for another process to release the lock. A killed process keeps its
+            lock until the kernel has freed the memory of the process.
 
     Raises:
         JobInUseError: another job, or another start of the same job, holds the lock.
@@ -322,8 +325,8 @@ class JobLock:
 
     @classmethod
     def join(cls, directory: Path, job_id: str) -> JobLock:
-        """Join a lock that another process of the same start has taken and has allowed to
-        :meth:`share`.
+        """Join a lock that another process of the same start has taken and then shared
+        (:meth:`share`).
 
         Raises:
             JobInUseError: another start holds the lock exclusively.
@@ -334,12 +337,12 @@ class JobLock:
         return lock
 
     def share(self) -> None:
-        """Allow the other processes of this start to :meth:`join`."""
+        """Allow the other processes of this start to :meth:`join` the lock."""
         fcntl.flock(self._fd, fcntl.LOCK_SH)
 
     def lies_in(self, directory: Path) -> bool:
-        """Return whether the locked file is still the one in ``directory``, which may have been
-        removed and created again.
+        """Return whether the locked file is still the one in ``directory``. It is not if the
+        directory was removed and created again.
         """
         return _lies_in(self._fd, directory)
 
@@ -355,7 +358,7 @@ class JobLock:
             "since": time.time(),
             "command": " ".join(sys.orig_argv)[:_SHOWN_CHARACTERS],
         }
-        # The file system may be full; this text is only information about the holder
+        # Ignore errors, such as a full file system: this text is only information about the holder
         with suppress(OSError):
             os.ftruncate(self._fd, 0)
             os.pwrite(self._fd, json.dumps(who).encode(), 0)
@@ -375,7 +378,7 @@ os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def holder(directory: Path) -> dict[str, Any] | None:
-    """Return the process that holds a job's memory; None if it is free.
+    """Return the process that holds the lock on a job's memory; None if no process holds it.
 
     Returns:
         ``pid``, ``host``, ``since`` (Unix seconds) and ``command`` of the process; empty if
@@ -401,15 +404,16 @@ def _acquire(directory: Path, job_id: str, kind: int, wait_secs: float) -> int:
         except FileNotFoundError:
             if time.monotonic() >= deadline:
                 raise
-            # The directory may be gone: the previous holder ended normally and removed it.
+            # Create the directory if it is gone: the previous holder removes it when it ends
+            # normally.
             with suppress(FileExistsError):
                 directory.mkdir(mode=0o700)
             time.sleep(_POLL_SECS)
             continue
         try:
             if try_flock(fd, kind):
-                # P7: the previous holder may have removed the file after this process opened it.
-                # A lock on a removed file protects nothing, so open the path again.
+                # P7: the previous holder may have removed the lock file after this process opened
+                # it. A lock on a removed file protects nothing, so open the path again.
                 if _lies_in(fd, directory):
                     return fd
             elif time.monotonic() >= deadline:

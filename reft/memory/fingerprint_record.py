@@ -1,4 +1,5 @@
-"""The fingerprint of each incarnation (start) of a job, recorded in one file in a node's memory."""
+"""The fingerprint (options and shapes that determine a job's results) of each incarnation (start)
+of a job, recorded in one file in a node's memory."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ _KEPT_INCARNATIONS = 16
 
 def record_fingerprint(directory: Path, incarnation: int, encoded: str) -> None:
     """Record the fingerprint of ``incarnation``. The record also counts for later incarnations
-    that have none of their own. Called by one process of each node.
+    without a record. Called by one process of each node.
 
     Raises:
         OSError: the file cannot be written.
@@ -30,7 +31,8 @@ def recorded_fingerprint(directory: Path, incarnation: int) -> str | None:
 
 
 def newest_record(directory: Path, incarnation: int) -> tuple[int, str] | None:
-    """Return the record that counts for ``incarnation``: its own, or the newest older one.
+    """Return the record that counts for ``incarnation``, with its number: the record of
+    ``incarnation`` or, if there is none, that of the newest earlier incarnation.
 
     If the records of several nodes differ, the one with the highest number counts: a node that
     was absent lacks later records.

@@ -5,11 +5,11 @@
     4096 + c       header copy B
     data offset    data, a multiple of 64 KiB from the start of the file
 
-Superblock and header copies are *records*. Every record carries a magic number, the format
-version, a sequence number, its length, an unkeyed hash and a keyed MAC. A change of state is
-written over the *older* copy, so a write that is torn at any byte leaves the newer one intact.
-Readers take the valid copy with the highest sequence number. The hash distinguishes a torn
-record from one that was written with another job's secret.
+Superblock and header copies are *records*. Every record carries a magic number, the format version,
+a sequence number, its length, an unkeyed hash and a keyed MAC. A change of state is written over
+the *older* copy, so a write that is torn (ends early) at any byte leaves the newer copy intact.
+Readers take the valid copy with the highest sequence number. The hash distinguishes a torn record
+from one that was written with another job's secret.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ MAGIC = b"REFTARNA"
 FORMAT_VERSION = 1
 PAGE_BYTES = 4096
 DATA_ALIGNMENT_BYTES = 65536
-"""The data region starts at a multiple of this, which is a multiple of every page size in use
-(arm64 has 64 KiB pages)."""
+"""The data region starts at a multiple of this number of bytes, which is a multiple of every page
+size in use (arm64 has 64 KiB pages)."""
 
 _CORE = struct.Struct("<IIQQ")  # Format version, kind, sequence number, payload size in bytes
 _DIGESTS = struct.Struct("<Q16s")  # xxh3_64 hash, MAC
@@ -101,8 +101,10 @@ class ArenaHeader:
     label: VersionId  # Incarnation and step of the version
     state: ArenaState  # State of the version
     entries: tuple[Entry, ...] = ()  # Block table; empty until the version is sealed
-    sealed_unix_secs: float = 0.0  # Time at which the version was sealed; 0 before
-    layout: str = ""  # Hex hash of degrees and section sizes; versions of other layouts are refused
+    # Unix time at which the version was sealed; 0 if it is not sealed
+    sealed_unix_secs: float = 0.0
+    # Hex hash of degrees and section sizes. A recovery refuses versions with another hash
+    layout: str = ""
     # Erasure code of the replicated section, in the form of
     # `reft.protect.codes.BlockCode.describe`; empty without one
     coding: str = ""
@@ -154,7 +156,7 @@ class Record:
     table: bytes  # Packed block table
 
     def header(self) -> ArenaHeader | None:
-        """Return the header with its entries; slow for thousands of them.
+        """Return the header with its entries. Slow for thousands of entries.
 
         Raises:
             ArenaError: the block table cannot be decoded. Its digests match, so the cause is a bug
@@ -235,7 +237,7 @@ def decode_geometry(raw: memoryview, secret: bytes | None) -> Geometry:
     """Decode the superblock.
 
     Raises:
-        ArenaError: the superblock is damaged or another job's, or its sizes are impossible.
+        ArenaError: the superblock is damaged, belongs to another job, or has impossible sizes.
     """
     _, payload = decode_record(raw, RecordKind.SUPERBLOCK, secret)
     try:
@@ -289,7 +291,7 @@ def encode_header(header: ArenaHeader | None, table: bytes) -> bytes:
     """Return the payload of a header copy.
 
     Args:
-        header: None for an EMPTY arena; its ``entries`` are ignored.
+        header: header to encode, whose ``entries`` are ignored; None for an EMPTY arena.
         table: the packed entries.
     """
     payload: bytes = msgpack.packb([_head(header), table])
@@ -327,7 +329,7 @@ def decode_header(payload: bytes) -> tuple[ArenaHeader | None, bytes]:
         if head is None:
             return None, b""
         header = ArenaHeader(
-            # Headers written by earlier releases lack the last two fields
+            # Headers written by earlier releases lack ``coding`` and ``scheme``
             **{name: head[name] for name in _PLAIN if name in head},
             degrees=Degrees(*head["degrees"]),
             coordinate=Coordinate(*head["coordinate"]),
@@ -351,8 +353,8 @@ def newest_record(copies: Sequence[memoryview], secret: bytes | None) -> Record:
         ArenaError: no copy is valid, and one is of another job or a later format.
     """
     found: list[tuple[int, int, bytes]] = []
-    # Keep only types and texts of errors. An error's traceback refers to this frame, and this
-    # reference cycle would keep the views, and so the mapping, alive.
+    # Keep only types and texts of errors. The traceback of an error refers to this frame, and such
+    # a reference cycle would keep the views, and so the mapping, alive.
     refusals: list[tuple[type[ArenaError], str]] = []
     for index, raw in enumerate(copies):
         try:

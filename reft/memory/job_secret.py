@@ -39,8 +39,8 @@ def parse_secret(text: str, origin: str) -> bytes:
 
 
 def read_environment_secret() -> bytes | None:
-    """Return the job's secret as the launcher passes it to its trainers; None without a
-    launcher."""
+    """Return the job's secret that the launcher passes to its trainers in the environment; None
+    without a launcher."""
     text = os.environ.get(ENV_SECRET)
     return parse_secret(text, ENV_SECRET) if text else None
 
@@ -76,8 +76,8 @@ def ensure_secret(path: Path, expected: bytes | None) -> None:
     """
     file = path / SECRET_FILE
     if not os.path.lexists(file):
-        # The complete file appears in one step and never replaces another: of several processes,
-        # the first one's secret is used.
+        # The complete file appears in one step and never replaces an existing file. So if several
+        # processes do this at once, the secret of the first one is used.
         with whole_file(file, mode=0o600, sync=False, replace=False) as draft:
             draft.write((expected or secrets.token_bytes(SECRET_BYTES)).hex().encode())
     if expected is not None and read_secret(path) != expected:
@@ -106,7 +106,8 @@ def user_secret() -> bytes:
     path = Path(home) / ".reft" / "secret"
     try:
         if not os.path.lexists(path):
-            # As above, now between processes on several hosts: the first one's secret is used.
+            # As for the job's file, but here processes on several hosts may do it at once: the
+            # secret of the first one is used.
             path.parent.mkdir(mode=0o700, exist_ok=True)
             with whole_file(path, mode=0o600, replace=False) as file:
                 file.write(f"{secrets.token_hex(SECRET_BYTES)}\n".encode())

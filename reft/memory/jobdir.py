@@ -36,14 +36,14 @@ DAEMON_FILE = "daemon.json"
 STATUS_FILE = "status.json"
 INCARNATION_FILE = "incarnation.json"
 CONFIG_FILE = "config.json"  # The ``reft`` block, as the trainers wrote it for the daemon
-# Tolerance when start times are compared: they are computed from the kernel's boot time, which
-# changes when the clock is corrected.
+# Tolerance in comparisons of processes' start times. Start times are computed from the kernel's
+# boot time, which changes when the clock is corrected.
 _START_TIME_SLACK_SECS = 2.0
 
 
 @dataclass(frozen=True)
 class JobDir:
-    """A job's directory in a node's memory, which belongs to this user."""
+    """A job's directory in a node's memory. The directory belongs to this user."""
 
     path: Path
     job_id: str
@@ -59,8 +59,9 @@ class JobDir:
             memory_dir: directory for the memory of all jobs on this node.
             job_id: the job.
             node: this node's id.
-            secret: the job's secret; None takes REFT_SECRET, otherwise the directory's secret,
-                otherwise a new one. Nodes that exchange data must have the same secret.
+            secret: the job's secret; None to use REFT_SECRET or, if that is unset, the directory's
+                secret or, if there is none, a new one. Nodes that exchange data must have the same
+                secret.
 
         Raises:
             AuthenticationError: the directory or its secret belongs to another user, can be read by
@@ -124,8 +125,8 @@ class JobDir:
             write_json(self.path / INCARNATION_FILE, {"incarnation": number})
 
     def noted_incarnation(self) -> int:
-        """Return the newest incarnation recorded on this node, which may have written no arena
-        yet; 0 if there is none.
+        """Return the newest incarnation (start of the job) that is recorded on this node; 0 if none
+        is. This incarnation may have written no arena yet.
         """
         found = (read_json(self.path / INCARNATION_FILE) or {}).get("incarnation")
         return found if isinstance(found, int) else 0
@@ -155,7 +156,7 @@ class JobSummary:
     arenas: int  # Number of arena files
     nbytes: int  # Memory in bytes that the directory takes
     alive_because: tuple[str, ...]  # Live processes that use the directory; empty for an orphan
-    problem: str | None = None  # Reason why the directory could not be read; None if it could
+    problem: str | None = None  # Reason why the directory could not be read; None if it was read
 
     @property
     def alive(self) -> bool:
@@ -271,8 +272,8 @@ def remove_job(path: Path, force: bool = False) -> int:
 
 
 def process_identity(pid: int | None = None) -> dict[str, Any]:
-    """Return process id and start time, which together identify a process even after its id is
-    reused. ``pid`` None means this process."""
+    """Return process id and start time of a process, which together identify the process even after
+    its id is reused. ``pid`` is None for this process."""
     process = psutil.Process(pid)
     return {"pid": process.pid, "start_time": process.create_time()}
 
@@ -334,8 +335,8 @@ def make_job_directory(memory_dir: Path, job_id: str) -> Path:
 
 @contextmanager
 def _exclusive(path: Path) -> Iterator[bool]:
-    """Lock a job's directory exclusively, so that no process can attach. Yields False if a
-    process holds it."""
+    """Lock a job's directory exclusively, so that no process can attach to it. Yields False if
+    another process holds a lock on the directory."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield try_flock(fd, fcntl.LOCK_EX)

@@ -13,7 +13,7 @@ _SHARED = stat.S_IWGRP | stat.S_IWOTH
 
 
 def check_way(path: Path) -> None:
-    """Refuse a path that is a symbolic link, or that leads through another user's symbolic link.
+    """Refuse a path that is a symbolic link, or that contains another user's symbolic link.
 
     Raises:
         AuthenticationError: the path is refused.

@@ -1,10 +1,10 @@
-"""Two files in a node's memory: the protection scheme that was last requested, and the one in
-force.
+"""Two files in a node's memory: the last request for another protection scheme, and the record of
+the scheme in force.
 
-A *request* is written by ``reft protect``, or by a trainer whose script calls
-``Session.protect``. The *record* is what the ranks agreed on; the first trainer of each node
-writes it. A request on any node reaches all ranks through their votes. Every node has the
-record, so a restart finds the last switch on any surviving node.
+A *request* is written by ``reft protect``, or by a trainer whose script calls ``Session.protect``.
+The *record* holds the scheme on which the ranks agreed; the first trainer of each node writes it. A
+request on any node reaches all ranks through their votes. Every node has the record, so a restart
+finds the last change of scheme on any surviving node.
 """
 
 from __future__ import annotations
@@ -28,10 +28,12 @@ RECORD_FILE = "protection.json"
 
 @dataclass(frozen=True)
 class ProtectionRequest:
-    """A request to switch to another scheme. Of several requests, the highest number counts."""
+    """A request to switch to another scheme. Of several requests, the one with the highest number
+    counts."""
 
     number: int  # Unix milliseconds, but higher than the number of any request handled before
-    scheme: str  # Requested scheme as in the block, such as "arc:2+aec"
+    # Requested scheme in the form of the ``reft`` block's ``protection``, such as "arc:2+aec"
+    scheme: str
 
 
 @dataclass(frozen=True)
@@ -47,27 +49,29 @@ class Degradation:
 
     scheme: str
     versions: int  # Number of versions that each rank keeps
-    cause: str  # Which node has too little memory, and how much would be enough
+    cause: str  # Text that says which node has too little memory, and how much would be enough
     step: int  # Step of the first version with this weaker protection
 
 
 @dataclass(frozen=True)
 class ProtectionRecord:
-    """The protection that the ranks agreed on, the same on every node."""
+    """The protection on which the ranks agreed, equal on every node."""
 
     scheme: str  # Requested scheme; also the one in force unless ``degraded`` is set
-    # Text of the block's ``protection`` at the time of this decision. A block with another text
-    # has been edited since, and counts as a newer request.
+    # Text of the ``reft`` block's ``protection`` when this record was written. A block with a
+    # different text has been edited since then, and counts as a newer request.
     configured: str
     number: int = 0  # Number of the newest request that was handled; 0 if none
     step: int = 0  # Step of the first version with this protection
-    incarnation: int = 0  # Incarnation of that version
+    # Incarnation (number of the start) of the first version with this protection
+    incarnation: int = 0
     tolerance: int = 0  # Node losses that every sharding group survives with the scheme in force
     refused: Refusal | None = None  # The newest request, if it was refused; otherwise None
-    # The weaker scheme now in force because memory is too small for the requested one; None if
-    # it fits
+    # The weaker scheme that is in force because memory is too small for the requested one; None if
+    # the requested one fits
     degraded: Degradation | None = None
-    ordered: bool = False  # True if the scheme comes from a request, False if from the block
+    # True if the scheme comes from a request, False if it comes from the ``reft`` block
+    ordered: bool = False
     # True if the job was started with AOR (peers recompute a lost rank's optimizer partition);
     # no request can change this.
     aor: bool = False
@@ -102,8 +106,8 @@ def parse_request(text: str, *, aor: bool | None = None) -> Scheme:
             unknown.
 
     Raises:
-        ConfigError: there is no such scheme, it is no better than one of its parts, or it
-            requests AOR in a job that was started without AOR.
+        ConfigError: there is no such scheme, the scheme is no better than one of its parts, or the
+            request includes AOR in a job that was started without AOR.
     """
     plain = text.removesuffix(AOR)
     scheme = Scheme.parse(plain)
@@ -126,8 +130,8 @@ def parse_request(text: str, *, aor: bool | None = None) -> Scheme:
 
 
 def write_request(job_dirs: Sequence[Path], scheme: str) -> ProtectionRequest:
-    """Write a request to switch into each of the given job directories; one directory on one
-    node is enough.
+    """Write a request to switch the scheme into each of the given job directories. A directory on
+    one node is enough.
 
     Raises:
         ConfigError: see :func:`parse_request`.
@@ -169,14 +173,15 @@ def resume_record(
 ) -> ProtectionRecord:
     """Return the record with which a start of the job begins.
 
-    The scheme of the newest record stays in force, unless the block was edited since: then the
-    block's scheme is used. In both cases, requests that were handled stay handled, and the
-    available memory is measured again.
+    The scheme of the newest record stays in force, unless the ``reft`` block was edited after the
+    record was written; then the block's scheme is used. In both cases, handled requests are not
+    handled again, and the available memory is measured again.
 
     Args:
         records: records of all nodes.
         configured: text of the block's ``protection``.
-        scheme: scheme that this text stands for; None if the text is the scheme itself.
+        scheme: scheme for which the text ``configured`` stands; None if the text is the scheme
+            itself.
     """
     newest = max(records, key=lambda r: (r.incarnation, r.number, r.step), default=None)
     if newest is not None and newest.ordered and newest.configured == configured:

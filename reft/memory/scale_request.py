@@ -18,13 +18,13 @@ SIZE_FILE = "size.json"
 
 @dataclass(frozen=True)
 class Size:
-    """Whether the job can continue at another data-parallel degree."""
+    """Facts that decide whether the job can continue at another data-parallel degree."""
 
     why_not: str  # Reason why the job should not change its degree; "" if it can
-    batch: int  # Samples in a step; 0 if the number may change with the degree
-    micro: int  # Samples in a micro-batch
-    # True if a start at another degree is refused; False if only its results differ, as
-    # ``why_not`` says.
+    batch: int  # Number of samples in a step; 0 if it may change with the degree
+    micro: int  # Number of samples in a micro-batch
+    # True if a start at another degree is refused; False if it is possible but gives other results,
+    # for the reason ``why_not``.
     fixed: bool = False
 
 
@@ -71,7 +71,7 @@ class ScaleAnswer:
     refused: str = ""  # Reason why the request is refused; "" if it is carried out
     # True once the job runs on ``nodes`` nodes and has committed a version there
     done: bool = False
-    waits: str = ""  # What the request waits for; "" if it does not wait
+    waits: str = ""  # Condition for which the request waits; "" if it does not wait
 
 
 def write_request(job_dir: Path, nodes: int, without: tuple[str, ...]) -> ScaleRequest:

@@ -14,9 +14,9 @@
 namespace {
 
 constexpr size_t kPageBytes = 4096;
-constexpr size_t kPages = 4;  // copied in parallel: each page has its own DRAM rows, which stay open longer
+constexpr size_t kPages = 4;  // pages copied in parallel: each page has its own DRAM rows, which stay open longer
 constexpr size_t kGroupBytes = kPages * kPageBytes;
-constexpr size_t kLineBytes = 64;  // also XXH3's stripe
+constexpr size_t kLineBytes = 64;  // size of a cache line, and of a stripe of XXH3
 constexpr size_t kAheadBytes = 256, kFarAheadBytes = 1024;
 
 // XXH3 sums the stripes of a block of 1 KiB and then scrambles the sums, so several blocks can be summed in parallel.
@@ -83,8 +83,9 @@ inline void hash_block(Sums& sums, const uint8_t* data) {
 
 inline uint64_t lowest_bits(uint64_t exponents) { return exponents & ~(exponents << 1); }
 
-// Not 0 if the bytes contain a NaN or an infinity. ``exponents`` masks the exponent bits of the floating-point numbers.
-// A number is not finite if all its exponent bits are 1: then adding the lowest of them carries into the sign bit.
+// Returns a value other than 0 if the bytes contain a NaN or an infinity. ``exponents`` masks the exponent bits of the
+// floating-point numbers. A number is not finite if all its exponent bits are 1: then adding the lowest of them carries
+// into the sign bit.
 #if defined(__GNUC__) && !defined(__clang__)
 __attribute__((target_clones("avx2", "default")))
 #endif
@@ -210,7 +211,7 @@ REFT_AVX2 void stream_avx2(uint8_t* target, const uint8_t* source, size_t nbytes
 }
 
 bool uses_avx2 = __builtin_cpu_supports("avx2");
-size_t piece_bytes = kPageBytes;  // hashed before it is copied; 0 selects the parallel pages. See reft_choose_loop
+size_t piece_bytes = kPageBytes;  // size of a piece, hashed before it is copied; 0 selects parallel pages
 
 // hash_blocks and copy_blocks take whole blocks of kBlockBytes.
 inline uint64_t hash_blocks(Sums& sums, const uint8_t* source, size_t nbytes, uint64_t exponents) {
@@ -230,7 +231,7 @@ inline void copy_blocks(uint8_t* target, const uint8_t* source, size_t nbytes) {
 struct Hash {
   uint64_t sums[8];
   uint64_t total;                           // bytes hashed
-  uint64_t not_finite;                      // not 0 if they contained a NaN or an infinity
+  uint64_t not_finite;                      // not 0 if the hashed bytes contained a NaN or an infinity
   uint8_t held[kLineBytes + kBlockBytes];  // bytes that are not merged yet, after the line that precedes them
 
   uint8_t* open() { return held + kLineBytes; }
@@ -251,7 +252,7 @@ inline void copy(uint8_t* target, const uint8_t* source, size_t nbytes) {
 void copy_and_hash(Hash& hash, uint8_t* target, const uint8_t* source, size_t nbytes, uint64_t exponents) {
   const size_t open_bytes = hash.open_bytes();
   const size_t head = nbytes < kBlockBytes - open_bytes ? nbytes : kBlockBytes - open_bytes;
-  const auto look = [&](size_t count) {  // these bytes are in the cache
+  const auto look = [&](size_t count) {  // checks bytes that are in the cache
     if (exponents) hash.not_finite |= not_finite(source, count, exponents);
   };
   const auto advance = [&](size_t count) {
@@ -314,7 +315,7 @@ struct Range {
   size_t nbytes;
   uint64_t exponents;  // see not_finite
 
-  // Whether ``next`` starts where this range ends, as with a tensor that was split into chunks.
+  // Returns whether ``next`` starts where this range ends, as with a tensor that was split into chunks.
   bool continues_in(const Range& next) const {
     return source + nbytes == next.source && (target ? target + nbytes == next.target : !next.target) &&
            exponents == next.exponents;
@@ -348,7 +349,8 @@ extern "C" size_t reft_copy_chunks(Hash* hash, const Range* ranges, const uint64
   return until ? chunk - first : stop - first;
 }
 
-// The digest of more than 240 bytes. XXH3 has other formulas for shorter inputs, which are in ``held`` completely.
+// Returns the digest of more than 240 bytes. XXH3 has other formulas for shorter inputs, which the caller finds in
+// ``held`` completely.
 extern "C" uint64_t reft_hash_digest(Hash* hash) {
   Sums sums = load_sums(*hash);
   const size_t open_bytes = hash->open_bytes();
@@ -378,7 +380,7 @@ extern "C" void reft_copy_past_caches(uint8_t* target, const uint8_t* source, si
     const size_t whole = nbytes / kBlockBytes * kBlockBytes;
     stream_avx2(target, source, whole);
     target += whole, source += whole, nbytes -= whole;
-    // As above: the streamed data must be visible before the header that describes it.
+    // Non-temporal stores are weakly ordered: the copied data must be visible before the header that describes it.
     _mm_sfence();
   }
 #endif

@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 
 Range = tuple[int, int, int] | tuple[int, int, int, int]
 """One copy: ``(target address, source address, bytes)``. A fourth value, the :data:`EXPONENTS`
-of a floating-point dtype, requests a check for NaN and infinity. With target 0, the bytes are
-only hashed. The caller keeps the memory alive."""
+of a floating-point dtype, requests a check for NaN and infinity. If the target address is 0, the
+bytes are only hashed. The caller keeps the memory alive."""
 Ranges = NDArray[np.uint64]  # One range per row: shape (ranges, 4)
 
 EXPONENTS = {
@@ -39,8 +39,8 @@ are all 1 is a NaN or an infinity."""
 # XXH3 uses other formulas for inputs up to this size; the xxhash package computes those
 _SHORT_BYTES = 240
 _LINE_BYTES = 64
-# Size of the pieces in which data is copied and then hashed; small enough to stay in the CPU
-# cache in between
+# Size in bytes of the pieces that are copied and then hashed; a piece is small enough to stay in
+# the CPU cache in between
 _CACHED_BYTES = 256 * 2**10
 
 
@@ -64,8 +64,8 @@ def copier() -> Callable[[int, int, int], object]:
     """Return the function ``copy(target address, source address, bytes)`` for ranges that do not
     overlap.
 
-    The function runs on the calling thread and releases the GIL. If the loop was not compiled,
-    it is ``memmove``, which is a third slower.
+    The function runs on the calling thread and releases the GIL. If ``stream.cpp`` was not
+    compiled, the function is ``memmove``, which is a third slower.
     """
     try:
         function = compiled("reft.memory._stream", "reft_copy_past_caches")
@@ -90,7 +90,7 @@ class CutRanges:
 
     ranges: Ranges  # Ranges of all chunks, in the order of the chunks
     ends: NDArray[np.uint64]  # For each chunk, the index after its last range
-    begins_bytes: Sequence[int]  # Bytes before each chunk; the last element is the total
+    begins_bytes: Sequence[int]  # Number of bytes before each chunk; the last element is the total
 
     @classmethod
     def of(cls, chunks: Iterable[Iterable[Range]]) -> CutRanges:
@@ -105,7 +105,7 @@ class CutRanges:
 
     @cached_property
     def hashed_only(self) -> CutRanges:
-        """The same ranges without targets, so that they are only read and hashed."""
+        """These ranges without targets, so that their bytes are only read and hashed."""
         ranges = self.ranges.copy()
         ranges[:, 0] = 0
         return replace(self, ranges=ranges)
@@ -127,17 +127,18 @@ class _State(ctypes.Structure):
 
 
 class HashingCopier:
-    """Copies ranges that do not overlap and computes xxh3_64 of their bytes, in one pass.
+    """Copies ranges that do not overlap, and computes xxh3_64 of their bytes while copying.
 
     Every byte is read once, so the checksum fits the written bytes even if the source changes
-    during the copy. A range of floating-point numbers must begin at a multiple of 8 hashed
-    bytes.
+    during the copy. Before a range of floating-point numbers, the number of bytes hashed so far
+    must be a multiple of 8.
 
-    Only one thread at a time may use an object of this class; its calls release the GIL. Made by
-    :func:`hashing_copier`.
+    Only one thread at a time may use an object of this class. Calls release the GIL. Use
+    :func:`hashing_copier` to make one.
     """
 
-    not_finite = False  # Whether the bytes of the last checksum contained a NaN or an infinity
+    # Whether the bytes of the last checksum that was taken contained a NaN or an infinity
+    not_finite = False
 
     def __init__(self, reset: Any, copy: Any, copy_chunks: Any, digest: Any) -> None:
         self._state = _State()
@@ -170,7 +171,7 @@ class HashingCopier:
         return copied
 
     def take(self) -> int:
-        """Return the checksum of all bytes since the last call, and reset it."""
+        """Return the checksum of all bytes since the last call, and begin a new one."""
         total, self.not_finite = self._state.total, bool(self._state.not_finite)
         if total > _SHORT_BYTES:
             value: int = self._digest(self._at)
@@ -183,8 +184,8 @@ class HashingCopier:
 
 
 class PlainHashingCopier(HashingCopier):
-    """:class:`HashingCopier` without the compiled loop. It copies a piece and then hashes it
-    while it is in the cache."""
+    """:class:`HashingCopier` without the compiled loop. It copies a piece, and then hashes the
+    piece while this is in the cache."""
 
     def __init__(self) -> None:
         self._hash, self._not_finite = xxhash.xxh3_64(), False

@@ -1,16 +1,16 @@
-"""The gates between training and the copying thread. Every single chunk is copied only after a
-gate has admitted it.
+"""The gates between training and the copying thread, which let copies run. A chunk is copied only
+after a gate has admitted it.
 
-The training thread opens the gate right before an instruction in which the device waits, and
-closes it right after; the time between is a *window*. The copying thread calls ``admit`` before
-every chunk. There is one gate for each kind of copy engine:
+The training thread opens the gate right before an instruction in which the device waits, and closes
+it right after that instruction; the time in between is a *window*. The copying thread calls
+``admit`` before every chunk. There is one class for each kind of copy engine:
 
-- :class:`HostGate`: a copy is complete when the call returns. ``close`` waits for the chunk in
-  flight, so no chunk of tier 1 overlaps a training instruction other than the one it was admitted
-  for.
-- :class:`StreamGate`: copies are queued on a device, which lags behind the host. The gate admits
-  the bytes planned for each window, whose copies wait on the device for the mark that was taken
-  where the window opens.
+- :class:`HostGate`: for engines whose copies are complete when the call returns. ``close`` waits
+  for the chunk in flight, so a chunk that was admitted in a window overlaps no other training
+  instruction than the waiting one.
+- :class:`StreamGate`: for engines that queue copies on a device, which lags behind the host. The
+  gate admits the bytes planned for each window. Their copies wait on the device for the mark that
+  training takes where the window opens.
 
 In addition to windows (tier 1), a gate admits chunks
 
@@ -38,10 +38,10 @@ logger = logging.getLogger(__name__)
 
 _TURN_SECS = 0.00002  # Poll interval in seconds while training has priority
 _BURST_SECS = 0.002
-"""Seconds of copying at a time during computation. A single chunk would take twice as long,
-because the thread has to be woken up for it."""
+"""Copy for this number of seconds each time the thread is woken during computation. Waking it for
+every chunk would double the time per chunk."""
 _QUEUED_SECS = 0.01
-"""Seconds of copies that are queued on a device at a time during computation."""
+"""Queue copies of this length in seconds on a device at a time during computation."""
 # Longest time in seconds that training waits for a chunk at the end of a window; a chunk takes a
 # few milliseconds
 _CHUNK_SECS = 5.0
@@ -52,12 +52,12 @@ class HostGate(Gate):
     :class:`Gate`.
 
     In a window, the training thread's core is idle, and possibly no other core is. Therefore the
-    copying thread is placed on that core. The scheduler alone often wakes the copying thread on
-    a core where another rank computes, and leaves it there.
+    copying thread is placed on the training thread's core. Without this, the scheduler often wakes
+    it on a core where another rank computes, and leaves it there.
 
-    A version begins only in a window with planned bytes: preparing it takes longer than many
-    waits (such as the one for the step's loss), so that other ranks would be delayed. A version
-    that has begun may continue in any window.
+    The copy of a version begins only in a window for which bytes are planned: preparing the copy
+    takes longer than many waits (such as the one for the step's loss), and in a shorter window it
+    would delay other ranks. A copy that has begun may continue in any window.
     """
 
     def __init__(self) -> None:
@@ -65,13 +65,14 @@ class HostGate(Gate):
         # Longest time in seconds that training waits for the chunk in flight
         self.chunk_secs = _CHUNK_SECS
         self._core = _CoreOfTraining()
-        # Held by the copying thread while it copies a chunk.
+        # The copying thread holds this lock while it copies a chunk, so ``close`` can wait for the
+        # chunk.
         self._in_flight = threading.Lock()
         # True after training has waited chunk_secs and the chunk in flight has not ended
         self._stuck = False
         self._closing = ctypes.c_int(0)
-        """Flag shared with the C++ copy loop. While training waits for the chunk in flight, it
-        is not 0 and the loop begins no further chunk. The flag only shortens the wait;
+        """Flag shared with the C++ copy loop. The flag is not 0 while training waits for the chunk
+        in flight; the loop then begins no further chunk. The flag only shortens the wait;
         correctness depends on the lock."""
         self._beside = Permit(2, until=self._closing)
         self._communication = Permit(3, until=self._closing)
@@ -85,7 +86,8 @@ class HostGate(Gate):
         self._next_beside = 0.0
         self._burst_secs = 0.0
         self.alive_at = time.perf_counter()  # Time at which training last called the gate
-        self._permits: dict[int, Permit] = {}  # One reused permit for each window
+        # One permit for each window number, reused in every step
+        self._permits: dict[int, Permit] = {}
 
     # -- training thread: the time of these calls is overhead of training --------------------------
 
@@ -93,8 +95,8 @@ class HostGate(Gate):
         if window is None:
             self.opened = self._communication
             if self.wanted:
-                # Do not place the copying thread on training's core, which is busy moving the
-                # data
+                # Wake the copying thread, but do not place it on training's core, which is busy
+                # moving the data
                 self._changed.set()
             return
         if not (nbytes or self._begun):
@@ -125,8 +127,8 @@ class HostGate(Gate):
         if self._in_flight.acquire(timeout=self.chunk_secs):
             self._in_flight.release()
         else:
-            # The version stays correct, because training still waits for this chunk at the fence
-            # (P2).
+            # The version stays correct, because training waits for the stuck chunk again at the
+            # fence (P2).
             self._stuck = self._in_flight.locked()
             logger.warning(
                 "a chunk of a version has not ended after %.0f s; training continues meanwhile and "
@@ -230,7 +232,7 @@ class _CoreOfTraining:
         it copies."""
         if not self.active and _current_core is not None:
             found = os.sched_getaffinity(0)
-            # If they are equal, :meth:`follow` has set the affinity
+            # If the affinity is only that core, :meth:`follow` has set it
             if self._core is None or found != {self._core}:
                 self._allowed = found
             self._thread = threading.get_native_id()
@@ -246,14 +248,14 @@ class _CoreOfTraining:
                     self._place({core})
 
     def release(self) -> None:
-        """Allow the copying thread any core, and ignore :meth:`follow` until the next
+        """Let the copying thread run on any allowed core, and ignore :meth:`follow` until the next
         :meth:`register`. Called by the copying thread."""
         self.active = False
         self.leave()
 
     def leave(self) -> None:
-        """Allow the copying thread any core until the next :meth:`follow`. Called by the copying
-        thread."""
+        """Let the copying thread run on any allowed core until the next :meth:`follow`. Called by
+        the copying thread."""
         with self._placing:
             if self._core is not None:
                 self._core = None
@@ -287,17 +289,17 @@ _current_core = _of_libc(ctypes.PyDLL, "sched_getcpu") if hasattr(os, "sched_set
 class StreamGate(Gate):
     """The gate for copy engines that queue copies on a device. See :class:`Gate`.
 
-    Bytes planned for computation (tier 2) are added to the bytes of the windows and copied after
-    them. If there are no windows, these bytes are admitted at once, but no more than planned,
-    because bytes that are queued already can no longer be staged on the device instead.
+    Bytes planned for computation (tier 2) are added to the bytes of the windows, so that they are
+    copied after a window. If there are no windows, bytes of tier 2 are admitted at once, but no
+    more than planned: bytes that are already queued can no longer be staged on the device instead.
     """
 
     def __init__(self) -> None:
         self.patience_secs = 1.0
-        # Guards the fields below, and wakes up the copying thread.
+        # Guards all fields of the gate, and wakes up the copying thread.
         self._changed = threading.Condition()
-        # Opened windows in order; None separates those before from those after a version was
-        # handed to the worker
+        # Permits of the opened windows in order; None marks the point at which a version was handed
+        # to the worker
         self._windows: deque[Permit | None] = deque()
         self._expedited = False
         self.alive_at = time.perf_counter()
@@ -348,8 +350,8 @@ class StreamGate(Gate):
     def admit(self) -> Permit:
         with self._changed:
             while True:
-                # Use up the windows first, even when expedited: the device lags behind the host
-                # and may not have reached these windows yet.
+                # Use up the windows first, even if training already waits at the fence: the device
+                # lags behind the host and may not have reached these windows yet.
                 while self._windows:
                     if (permit := self._windows.popleft()) is not None:
                         return permit

@@ -1,7 +1,7 @@
-"""Reproduces the network traffic of Gemini, for comparison: every rank sends its data to another
-rank.
+"""Reproduces the network traffic of the Gemini checkpointing system, for comparison: every rank
+sends its data to another rank.
 
-Recovery does not use the received copy, and works the same in every variant.
+Recovery does not use the received copy.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Measures the windows of a running job, plans copies for them, and opens and closes the gate."""
+"""Measures the idle windows in training steps, plans which copies run in them, and opens and closes
+the gate that lets copies run."""
 
 from __future__ import annotations
 
@@ -55,14 +56,14 @@ def trains(names: Sequence[str]) -> bool:
 
 
 def queues_transfers(names: Sequence[str]) -> bool:
-    """Return whether a schedule queues its transfers and carries them out in a separate
+    """Return whether a schedule queues its transfers, and carries them out in a separate
     instruction."""
     return any(name.startswith(_RUNS_QUEUE) for name in names)
 
 
 def waits(names: Sequence[str], queues: bool) -> tuple[bool, bool]:
-    """Return whether the device may wait in the last of these instructions, and whether it waits
-    there to receive data.
+    """Return whether the device may wait in the last of the given instructions, and whether it
+    waits to receive data.
 
     Args:
         names: names of all instructions up to and including the one in question.
@@ -78,7 +79,8 @@ def waits(names: Sequence[str], queues: bool) -> tuple[bool, bool]:
 
 
 def window_kind(names: Sequence[str], position: int) -> WindowKind:
-    """Return why a stage waits at a position, derived from its instructions before and after."""
+    """Return the reason why a stage waits at a position, derived from the instructions before and
+    after the position."""
     if position >= len(names):
         return WindowKind.DRAIN
     before, after = names[:position], names[position:]
@@ -96,7 +98,7 @@ def window_kind(names: Sequence[str], position: int) -> WindowKind:
 
 def _queued(names: Sequence[str], position: int) -> tuple[str, ...]:
     """Return the names of the queued transfers that the instruction at ``position`` carries out:
-    those since the last instruction of this kind.
+    those queued since the last such instruction.
     """
     found: list[str] = []
     if names[position].startswith(_RUNS_QUEUE):
@@ -109,8 +111,7 @@ def _queued(names: Sequence[str], position: int) -> tuple[str, ...]:
 
 
 SETTLED_STEPS = 2
-"""Number of steps that are observed before the first plan; they are slower because of
-initialisation."""
+"""Number of observed steps before the first plan. Initialisation makes the first steps slower."""
 
 
 _MEMORY = 0.3
@@ -124,13 +125,13 @@ _SHARE_OF_A_STEP = 2.0
 
 
 class Wait(NamedTuple):
-    """One call of one step in which the device may have waited."""
+    """A call in a training step in which the device may have waited."""
 
     # Index of the instruction; the number of instructions stands for the time after the last one
     position: int
     begin_secs: Any
     end_secs: Any
-    overrun_secs: float  # Seconds for which training then waited for a chunk
+    overrun_secs: float  # Seconds for which training waited for a chunk after the call
     window: int | None  # Number of the window for which copies were admitted; None if none were
 
 
@@ -175,16 +176,16 @@ def _median_secs(pairs: Sequence[tuple[float, float]]) -> float:
 
 @dataclass
 class WindowMeter:
-    """The windows of one schedule, smoothed over the steps. A wait at position ``len(names)`` is
-    the drain (after the last instruction). Pure."""
+    """Averages the windows of one schedule over the steps. A wait at position ``len(names)`` is the
+    drain (the wait after the last instruction). Pure."""
 
     names: Sequence[str]
     steps: int = 0
     step_secs: float = 0.0
     forward_secs: float = 0.0
     backward_secs: float = 0.0
-    # Begin and length of each wait, by position, and of the optimizer step; exponentially
-    # smoothed over the steps
+    # Start and length of each wait in seconds, by its position in the schedule, then those of the
+    # optimizer step; exponential averages over the steps
     _waits: dict[int, tuple[float, float]] = field(default_factory=dict)
     _optimizer: tuple[float, float] | None = None
 
@@ -210,8 +211,8 @@ class WindowMeter:
             self._waits[wait.position] = _smoothed(self._waits.get(wait.position), start, length)
 
     def windows(self) -> tuple[Window, ...]:
-        """Return the windows in order of time, without overlaps; the drain follows the last
-        instruction.
+        """Return the windows in order of time, without overlaps. The last one may be the drain,
+        after the last instruction.
         """
         found: list[Window] = []
         for position, wait in sorted(self._waits.items()):
@@ -227,7 +228,7 @@ class WindowMeter:
 
 
 def _smoothed(known: tuple[float, float] | None, *seen: float) -> tuple[float, float]:
-    """Return the values ``known``, smoothed with those of one more step."""
+    """Return the averages ``known``, updated with the values of one more step."""
     old = known or seen
     start, length = (
         before + _MEMORY * (now - before) for before, now in zip(old, seen, strict=True)
@@ -248,9 +249,9 @@ def _between(taken: Iterable[tuple[float, float]], step_secs: float) -> Iterator
 class BandwidthModel(Bandwidth):
     """Measured copy bandwidths, and the usable fraction of each window.
 
-    Values are smoothed exponentially within bounds; the first few values of a tier are averaged.
-    The usable fraction shrinks if the window was overrun, that is, if its copies were still
-    running when training continued. It grows again if the window had time left.
+    Values are exponential averages, limited to a range; the first few values of a tier are averaged
+    equally. The usable fraction of a window shrinks if its copies were still running when training
+    continued (the window was overrun), and grows if the window had time left.
     """
 
     window: float = 2e9
@@ -270,12 +271,12 @@ class BandwidthModel(Bandwidth):
     def observe_window(
         self, position: int, *, open_secs: float, overrun_secs: float, full: bool
     ) -> None:
-        """Learn from one window.
+        """Update the usable fraction of a window from one measurement.
 
         Args:
             position: index of the instruction.
             open_secs: length of the window.
-            overrun_secs: time for which training then waited for the copies to end.
+            overrun_secs: time for which training waited for the copies after the window closed.
             full: True if all planned bytes were copied before the window closed.
         """
         old = self.factor(position)
@@ -288,13 +289,14 @@ class BandwidthModel(Bandwidth):
         self.observe_used(position, wanted)
 
     def observe_used(self, position: int, part: float) -> None:
-        """Learn from one window, of whose time copies could use the fraction ``part``."""
+        """Update the usable fraction of a window, of whose time copies could use the fraction
+        ``part`` in one step."""
         old = self.factor(position)
         new = old + self.smoothing * (part - old)
         self._factors[position] = min(self.HIGHEST, max(self.LOWEST, new))
 
     def observe_copy(self, tier: int, nbytes: int, secs: float) -> None:
-        """Learn a tier's bandwidth from chunks with ``nbytes`` bytes in total, copied in
+        """Update a tier's bandwidth from chunks of ``nbytes`` bytes in total, copied in
         ``secs``."""
         if nbytes <= 0 or secs <= 0 or tier not in _BANDWIDTHS:
             return
@@ -309,14 +311,15 @@ _BANDWIDTHS = {1: "window", 2: "compute", 3: "communication"}
 
 
 class Pacer(VersionFeature):
-    """Measures the windows of a running job, plans with HAS, and opens and closes the gate.
+    """Measures the windows of a running job, plans copies with HAS (hierarchical asynchronous
+    snapshotting), and opens and closes the gate that lets copies run.
 
     There is one pacer for each engine. The training thread reports when instructions begin and
     end (:mod:`reft.engine.attach`). The copying thread passes the gate before every chunk, and
     makes a new plan after every version.
 
     Args:
-        has: settings of HAS (hierarchical asynchronous snapshotting).
+        has: settings of HAS.
         engine: the copy engine, which supplies the device's clock.
         stage_id: pipeline stage of this rank.
         stages: number of pipeline stages.
@@ -347,10 +350,10 @@ class Pacer(VersionFeature):
         self._pipeline = stages, micro_batches, stage_id
         share = has.compute_share
         if share is None:
-            # If copies do not slow down training (they use direct memory access, or a core that
-            # no rank of the node uses), use all of the computing time. Otherwise use none: a
-            # chunk during computation was measured to cost more than waiting for it at the
-            # fence.
+            # If copies do not slow down training (they use direct memory access, or a core that no
+            # rank of the node uses), let them run during all of the computing time. Otherwise let
+            # none run then: a chunk during computation was measured to cost more than waiting for
+            # the chunk at the fence.
             spare = len(os.sched_getaffinity(0)) > ranks_here * torch.get_num_threads()
             share = 1.0 if engine.asynchronous or spare else 0.0
         self._limits = HasLimits(
@@ -374,7 +377,8 @@ class Pacer(VersionFeature):
         self._opened: tuple[int, Any, tuple[int | None, int] | None] | None = None
         self._ordinal = 0
         self._planned_step = False
-        # Chunks of the newest version, whose step may not be evaluated yet
+        # Chunks of the newest version, since the step in which they were copied may not be
+        # evaluated yet
         self._queued: Sequence[ChunkRecord] = ()
         self._falls_back = False
         self._told_of_formulas = False
@@ -382,7 +386,7 @@ class Pacer(VersionFeature):
     # -- training thread ---------------------------------------------------------------------------
 
     def begin_step(self, key: Hashable) -> None:
-        """Record that the engine begins to execute the schedule that ``key`` identifies."""
+        """Record that the engine begins to execute the schedule with the given key."""
         self._planned_step = self.plan is not None and key == self._plan_key
         self._ordinal = 0
         self._began = self.stamp()
@@ -416,12 +420,12 @@ class Pacer(VersionFeature):
         position, began, opened = self._opened
         self._opened = None
         overrun = self.gate.close() if opened is not None else 0.0
-        # Copies during communication say nothing about windows.
+        # Do not record a window if the gate was opened for communication.
         window = None if opened is None else opened[0]
         self._waits.append(Wait(position, began, self.stamp(), overrun, window))
 
     def begin_optimizer(self) -> None:
-        """Record that the optimizer step begins, which is the deadline of copies."""
+        """Record that the optimizer step begins, before which all copies have to end."""
         self._optimizer_began = self.stamp()
 
     def end_optimizer(self) -> None:
@@ -439,11 +443,11 @@ class Pacer(VersionFeature):
         """Record that the step has ended, and pass its measurements to the copying thread.
 
         Args:
-            key: as in :meth:`begin_step`. If that was not called, the step began when the last
-                one ended.
+            key: key of the schedule. If :meth:`begin_step` was not called, the step began when the
+                last one ended.
             names: class names of the step's instructions.
             forwards: stamps of the device's clock before and after each forward pass.
-            backwards: the same for backward passes.
+            backwards: stamps before and after each backward pass.
         """
         ended = self.stamp()
         began = self._began if self._began is not None else self._ended
@@ -459,14 +463,16 @@ class Pacer(VersionFeature):
 
     @property
     def advised_interval_steps(self) -> int:
-        """Steps between versions with which, by the plan, each version fits into the windows."""
+        """Number of steps between versions with which each version fits into the windows, according
+        to the plan."""
         plan = self.plan
         if plan is None or plan.overflow is Overflow.STALL:
             return 1
         return plan.advised_interval_steps
 
     def committed(self, version: CopiedVersion) -> None:
-        """Plan the next versions from the measurements of this one, if this one was paced."""
+        """If the committed version was paced (copied in windows), plan the next versions from its
+        measurements."""
         if not version.is_paced:
             return
         self.version_done(version.writer.layout.mine.device_bytes, version.records)
@@ -474,15 +480,15 @@ class Pacer(VersionFeature):
             self._staging.reserve(self.plan.staged_bytes)
 
     def version_done(self, sections: Mapping[str, int], chunks: Sequence[ChunkRecord]) -> None:
-        """Learn from a copied version, and plan the next versions.
+        """Update bandwidths and windows from a copied version, and plan the next versions.
 
         Args:
             sections: bytes that were copied for the version, by section.
             chunks: the version's chunks.
         """
         self._learn(chunks)
-        # A version may be committed before the step in which it was copied has ended. This step
-        # is evaluated with the next version, so keep the chunks until then.
+        # A version may be committed before the step in which it was copied has ended. Keep the
+        # version's chunks, because that step is evaluated with the next version.
         queued, self._queued = [*self._queued, *chunks], chunks
         last: StepObservation | None = None
         # Leave out steps that are added during this loop: ``timed`` would wait for the device,
@@ -507,8 +513,8 @@ class Pacer(VersionFeature):
         beside: dict[int, tuple[int | None, int]] = {
             position: (None, nbytes) for position, nbytes in plan.beside_communication().items()
         }
-        # A window admits its own bytes and its part of tier 2, which matters for engines that
-        # queue copies.
+        # A window admits its own bytes and an equal part of the bytes of tier 2, because engines
+        # that queue copies admit bytes only in windows.
         part = -(-plan.tier_bytes[2] // max(1, len(plan.windows)))
         self._budgets = beside | {
             p.position: (i, p.nbytes + part)
@@ -520,8 +526,7 @@ class Pacer(VersionFeature):
 
     def _share(self, plan: HasSchedule) -> None:
         """Tell the gate how to copy during computation (tier 2)."""
-        # If copies do not slow down training, do not spread them over time, which would only
-        # delay them.
+        # If copies do not slow down training, spreading them over time would only delay them.
         free = self._limits.compute_share >= 1.0
         nbytes = 0 if plan.windows else plan.tier_bytes[2]
         secs = sum(interval.length_secs for interval in plan.computing)
@@ -530,8 +535,8 @@ class Pacer(VersionFeature):
 
     def _learn(self, chunks: Sequence[ChunkRecord]) -> None:
         in_windows = any(c.tier == 1 for c in chunks)
-        # For queued copies, the part within a window is known only when the times of their step
-        # are.
+        # For queued copies, the part within a window is known only when the times of the step are
+        # known.
         for tier in (2, 3) if in_windows and self._engine.asynchronous else (1, 2, 3):
             # If no copies ran in windows, take the rate of windows from copies that training
             # waited for (tier 0).
@@ -544,7 +549,8 @@ class Pacer(VersionFeature):
             self.model.observe_copy(tier, sum(c.nbytes for c in mine), secs)
 
     def _judge(self, step: StepObservation, chunks: Sequence[ChunkRecord]) -> None:
-        """Learn from a step which windows were overrun by copies, and which had time left."""
+        """Update the usable fraction of each window from a step: copies overran it, or it had time
+        left."""
         if self.plan is None or step.key != self._plan_key or not chunks:
             return
         ended = chunks[-1].end_secs
@@ -558,11 +564,11 @@ class Pacer(VersionFeature):
                 )
 
     def _judge_queued(self, step: StepObservation, chunks: Sequence[ChunkRecord]) -> None:
-        """Learn the same from copies that are queued on a device and may continue after their
-        window.
+        """Do :meth:`_judge` for copies that are queued on a device and may continue after the end
+        of their window.
 
-        The chunks' times show which part was copied within the window, and the rates within and
-        after it.
+        The times of the chunks show which part was copied within the window, and the rates within
+        the window and after it.
         """
         behind_bytes = behind_secs = 0.0
         last_secs = step.whole[1] - _CLOCK_SECS
@@ -606,8 +612,8 @@ class Pacer(VersionFeature):
         )
 
     def _communicating(self, meter: WindowMeter, windows: Collection[int]) -> list[Interval]:
-        """Return the intervals in which only the network is busy, without sends that are already
-        used as windows.
+        """Return the intervals in which only the network is busy. Sends that already count as
+        windows are left out.
         """
         if not self._limits.separate_links:
             return []
@@ -649,8 +655,8 @@ class Pacer(VersionFeature):
         pipeline = AnalyticEstimator(stages, micro_batches, meter.forward_secs, meter.backward_secs)
         paper = estimator == "paper"
         formula = paper_windows(pipeline, stage_id) if paper else pipeline.windows(stage_id)
-        # In the formulas, the drain begins before the reductions; the engine, however, waits for
-        # the other stages after the reductions.
+        # In the formulas, the drain (the wait for the other stages) begins before the reductions;
+        # in the engine it comes after them.
         ends = len(meter.names)
         return tuple(
             Window(
@@ -663,8 +669,8 @@ class Pacer(VersionFeature):
         )
 
     def _is_of_formulas(self, meter: WindowMeter) -> bool:
-        """Return whether the formulas of 1F1B apply to a schedule, which they do if the
-        instructions are at the same positions."""
+        """Return whether the formulas of 1F1B apply to a schedule: its instructions must be at the
+        same positions as in the 1F1B schedule."""
         if tuple(meter.names) == one_f_one_b_names(*self._pipeline):
             return True
         if not self._told_of_formulas:

@@ -1,27 +1,28 @@
 """Plans the copies of a training step: hierarchical asynchronous snapshotting (HAS, REFT). Pure.
 
-A window is a time within a step in which the device of a pipeline stage waits. Copies inside a
-window cost training nothing. There are three ways to find windows:
+A window is an interval of a step in which the device of a pipeline stage waits. Copies inside a
+window cost training no time. There are three ways to find windows:
 
-- ``paper``: the total length from the REFT paper's Algorithm 1, distributed over the places
+- ``paper``: their total length from the REFT paper's Algorithm 1, distributed over the positions
   where the stage waits;
 - ``analytic``: the true idle time of a 1F1B pipeline with equal stages and transfers that take
   no time, in DeepSpeed's order of instructions;
 - ``profiled``: measured idle times (by ``reft profile``, or in the running job).
 
-Under these assumptions, ``analytic`` gives the same windows as the discrete-event simulator in
-``benchmarks/simulator``.
+With equal stages and transfers that take no time, ``analytic`` gives the same windows as the
+discrete-event simulator in ``benchmarks/simulator``.
 
-From windows, bytes and bandwidths, :func:`plan_schedule` makes a frozen plan (Algorithm 1, with the
-corrections listed in ``docs/how-it-works.md``). It fills these tiers in order:
+From windows, bytes and bandwidths, :func:`plan_schedule` makes a plan (Algorithm 1, with the
+corrections listed in ``docs/how-it-works.md``). It distributes the bytes over these tiers, in
+order:
 
 1. in windows (bubbles), while the device waits;
 2. during computation, in a bounded fraction of its time;
 3. during communication, only if training and snapshots use separate links.
 
 The deadline is the next optimizer step. Bytes that fit no tier cannot be spread over several
-iterations, because a version is the state after exactly one step. Instead the optimizer step
-waits for these bytes, or snapshots are taken less often, or the bytes are staged on the device
+iterations, because a version is the state after exactly one step. Instead the optimizer step waits
+for the left-over bytes, or snapshots are taken less often, or the bytes are staged on the device
 (:class:`Overflow`).
 """
 
@@ -38,12 +39,12 @@ from reft.snapshot.gate import ChunkRecord
 
 
 class WindowKind(StrEnum):
-    """Why the stage waits in a window.
+    """Reason why a stage waits in a window.
 
-    - FILL: before its first forward pass.
-    - MID: between its warm-up forward passes and its first backward pass.
-    - COOL_DOWN: between its last backward passes.
-    - DRAIN: after its last backward pass, until all stages have finished.
+    - FILL: before the stage's first forward pass.
+    - MID: between the warm-up forward passes and the first backward pass.
+    - COOL_DOWN: between the last backward passes.
+    - DRAIN: after the last backward pass, until all stages have finished.
     - OTHER: any other reason (stragglers, slow links, other schedules).
     """
 
@@ -58,10 +59,10 @@ class WindowKind(StrEnum):
 class Window:
     """An idle interval of one stage within one step."""
 
-    kind: WindowKind  # Why the stage waits
+    kind: WindowKind  # Reason why the stage waits
     # Begin, in seconds after the stage's first instruction of the step has begun
     start_secs: float
-    stop_secs: float  # End, in seconds on the same clock
+    stop_secs: float  # End, in seconds after the stage's first instruction of the step has begun
     # Index of the instruction during which the device waits (a receive, a reduction) in the
     # stage's flattened instruction stream of one step. The window opens right before this
     # instruction. The drain opens before the first reduction after the last backward pass.
@@ -87,8 +88,8 @@ class Window:
 
 @dataclass(frozen=True)
 class AnalyticEstimator:
-    """The true idle windows of 1F1B with equal stages and transfers that take no time, in
-    DeepSpeed's order.
+    """The true idle windows of a 1F1B pipeline with equal stages and transfers that take no time,
+    in DeepSpeed's order of instructions.
 
     With P stages, m micro-batches, and t_f and t_b seconds for the forward and the backward pass
     of a micro-batch, every stage p is idle for (P-1)(t_f + t_b) of the (m+P-1)(t_f + t_b)
@@ -102,8 +103,9 @@ class AnalyticEstimator:
     drain    after the last backward             p t_b
     ======== =================================== ==========================================
 
-    Positions are those of ``deepspeed.runtime.pipe.schedule.TrainSchedule``, where F_j is in step
-    2j + p and B_j in step 2j + 2P - 1 - p."""
+    F_j and B_j are the forward and the backward pass of micro-batch j. Positions are those of
+    ``deepspeed.runtime.pipe.schedule.TrainSchedule``, where F_j is in step 2j + p and B_j in step
+    2j + 2P - 1 - p."""
 
     stages: int  # P, number of pipeline stages
     micro_batches: int  # m, number of micro-batches in a step
@@ -246,13 +248,13 @@ class StepTrace:
 
 
 SHORTEST_WINDOW_SECS = 0.0002
-"""Shorter waits are not used as windows. Waking up the copying thread takes about a tenth of
-this time."""
+"""Length in seconds of the shortest wait that is used as a window. Waking up the copying thread
+takes about a tenth of it."""
 _LONGEST_INTERVAL = 2**62
 
 
 class Overflow(StrEnum):
-    """What happens with bytes that fit no tier.
+    """Treatment of bytes that fit no tier (no time in which copies may run).
 
     - STALL: the optimizer step waits until these bytes are copied.
     - INTERVAL: snapshots are taken less often, so that the wait stays within the allowed overhead.
@@ -283,8 +285,8 @@ class Interval:
 class Bandwidth:
     """Rates of copies in bytes per second."""
 
-    window: float  # Rate while the device waits (in a window)
-    compute: float  # Rate during computation, over the time in which copies actually run
+    window: float  # Rate in a window, while the device waits
+    compute: float  # Rate during computation, measured over the time in which copies run
     communication: float = 0.0  # Rate while activations or gradients move over another link
 
     def __post_init__(self) -> None:
@@ -292,20 +294,20 @@ class Bandwidth:
             raise ConfigError(f"bandwidths must be positive bytes per second; got {self}")
 
     def factor(self, position: int) -> float:
-        """Return the fraction of a window's nominal bytes (length times bandwidth) that is
-        planned for the window at a position."""
+        """Return the fraction of its capacity (length times bandwidth) that is planned for the
+        window at a position."""
         return 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class HasLimits:
-    """Limits of a plan."""
+    """Limits that a plan has to keep."""
 
     # Largest fraction of the computing time in which copies may run (tier 2), 0 to 1
     compute_share: float = 0.0
     # True if training and snapshots use different links, which allows tier 3
     separate_links: bool = False
-    overflow: Overflow = Overflow.STALL  # What happens with bytes that fit no tier
+    overflow: Overflow = Overflow.STALL  # Treatment of bytes that fit no tier
     # Allowed overhead as a fraction of the training time; determines the advised interval
     max_overhead: float = 0.03
     staging_bytes: int = 0  # Device memory in bytes that staging may take
@@ -341,7 +343,7 @@ class HasSchedule:
     step_secs: float  # Duration of a step without snapshots
     left_over_bytes: int  # Bytes that fit no tier before the optimizer step
     left_over_secs: float  # Seconds for which the optimizer step would wait for these bytes
-    # Smallest interval between versions, in steps, that keeps the allowed overhead
+    # Smallest number of steps between versions with which the overhead stays within the limit
     advised_interval_steps: int
     overflow: Overflow = Overflow.STALL
     staged_bytes: int = 0  # Bytes copied within the device at the deadline
@@ -353,7 +355,7 @@ class HasSchedule:
 
     @property
     def tier_bytes(self) -> dict[int, int]:
-        """Number of bytes by tier; tier 0 is for the left-over bytes."""
+        """Number of bytes by tier; tier 0 has the left-over bytes."""
         return {
             1: sum(p.nbytes for p in self.windows),
             2: sum(p.nbytes for p in self.computing),
@@ -458,8 +460,8 @@ def advised_interval(stall_secs: float, step_secs: float, max_overhead: float) -
 
 
 def _draining_steps(staged: int, *tiers: tuple[PlannedBytes, ...]) -> int:
-    """Return the number of iterations until the staged bytes have been copied to the host, so
-    that the next version can be staged.
+    """Return the number of iterations until the staged bytes have been copied to the host. Only
+    then can the next version be staged.
     """
     capacity = sum(p.capacity_bytes for tier in tiers for p in tier)
     return 1 + math.ceil(staged / capacity) if staged and capacity else 1
@@ -478,10 +480,11 @@ def _fill(
     Args:
         rooms: windows or intervals with their capacities, in order of time.
         nbytes: bytes to distribute.
-        evenly: True to fill all rooms to the same fraction, False to fill the earliest first.
+        evenly: True to fill all windows or intervals to the same fraction, False to fill the
+            earliest first.
 
     Returns:
-        The rooms with their bytes, and the number of bytes that did not fit.
+        The windows or intervals with their bytes, and the number of bytes that did not fit.
     """
     total, rest = sum(room.capacity_bytes for room in rooms), nbytes
     filled: list[PlannedBytes] = []

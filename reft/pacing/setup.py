@@ -24,8 +24,8 @@ class CopySetup:
         ranks_here: number of ranks on this node.
 
     Attributes:
-        variant: selects when bytes are copied.
-        engine: copy engine, which copies bytes by a thread or on a stream of the device.
+        variant: determines when in a step bytes are copied.
+        engine: copy engine, which copies bytes on a thread or on a stream of the device.
         pacer: finds the times in a step at which copies do not disturb training.
     """
 

@@ -1,5 +1,5 @@
-"""Stages chunks on the device that cannot reach the host before the fence, where the next
-optimizer step writes (CheckFreq's GPU mode)."""
+"""Copies chunks that cannot reach the host before the fence (the point where the next optimizer
+step writes) into spare memory of the device (CheckFreq's GPU mode)."""
 
 from __future__ import annotations
 
@@ -33,11 +33,10 @@ _MOST_PLANS_WITHOUT = 64
 class StagingArea:
     """Device memory for the part of a version that cannot reach the host before the optimizer step.
 
-    This is CheckFreq's GPU mode: at the fence training waits for a copy within the device
-    instead of one to host memory, and in the windows of the following steps the staged bytes are
-    copied to the host. The memory is allocated when a plan needs it, and a margin is left for
-    training. It is released when a plan needs more (and then allocated again), or when no plan
-    has needed it for a while. Used by the copying thread only.
+    At the fence training waits for a copy within the device instead of a slower one to host memory.
+    The staged bytes are copied to the host in the windows of the following steps. The memory is
+    allocated when a plan needs it; a margin is left for training. The memory is released when no
+    plan has needed it for a while, or to allocate more. Used by the copying thread only.
     """
 
     def __init__(self, engine: CopyEngine) -> None:
@@ -53,15 +52,16 @@ class StagingArea:
         return 0 if self._memory is None else self._memory.numel()
 
     def room(self) -> int:
-        """Return the number of bytes that the next plan may stage; called once for each plan.
+        """Return the number of bytes that the next plan may stage. Called once for each plan.
 
-        After an allocation has failed, the next plans may use only the present memory.
+        After an allocation has failed, the next plans may use only the memory that is already
+        allocated.
         """
         if self._plans_without:
             self._plans_without -= 1
             return self.capacity_bytes
-        # The maximum, not the sum: torch before 2.5 caches memory that the area releases, and
-        # free_bytes does not include that.
+        # Return the maximum, not the sum: torch before 2.5 caches memory that the area releases,
+        # and free_bytes does not include cached memory.
         return max(self.capacity_bytes, self._engine.free_bytes)
 
     def reserve(self, nbytes: int) -> bool:
@@ -102,8 +102,8 @@ class StagingArea:
         self._engine.release_staging()
 
     def first_fitting(self, chunks: Sequence[Chunk]) -> int:
-        """Return the index of the first chunk from which on all chunks fit into the area;
-        ``len(chunks)`` if none does.
+        """Return the smallest index ``i`` for which all of ``chunks[i:]`` fit into the area;
+        ``len(chunks)`` if not even the last chunk fits.
         """
         left, number = self.capacity_bytes, len(chunks)
         while number and (left := left - aligned(chunks[number - 1].nbytes, _ALIGNMENT_BYTES)) >= 0:
@@ -111,8 +111,8 @@ class StagingArea:
         return number
 
     def stage(self, chunks: Sequence[Chunk], first: int) -> list[StagedChunk]:
-        """Copy the chunks from index ``first`` on into the staging area. Training waits for this
-        copy at the fence."""
+        """Copy ``chunks[first:]`` into the staging area. Training waits for this copy at the
+        fence."""
         assert self._memory is not None
         parts: list[Part] = []
         at = 0

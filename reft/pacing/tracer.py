@@ -25,16 +25,16 @@ class TraceReceiver(Protocol):
 
 
 class Tracer:
-    """Collects the traces of one rank, to which the executors of pipeline instructions add. Used
-    by the training thread.
+    """Collects the traces of one rank. The functions that execute pipeline instructions add to
+    ``records``. Used by the training thread.
 
     Attributes:
-        traces: bounded deque for the traces of the newest steps, if set; None if steps are not
-            kept.
+        traces: deque of limited length for the traces of the newest steps; None if traces are not
+            stored.
         profiler: receiver of traces; None if no profile is made.
         mark: function that marks the current point on the device's clock; None if only the
             host's clock is read.
-        woven: whether the instructions of a pipeline are recorded.
+        woven: whether instructions of a pipeline schedule are recorded.
         records: instructions of the current step.
         marks: marks of the device's clock before and after each instruction in ``records``.
         began: time at which the last schedule began, in seconds of ``time.perf_counter``.
@@ -65,7 +65,7 @@ class Tracer:
         records, self.records = self.records, []
         marks, self.marks = self.marks, []
         copied = []
-        # No lock is needed although the copying thread appends at the same time: both operations
+        # No lock is needed although the copying thread appends at the same time: append and popleft
         # of a deque are atomic.
         while chunks:
             copied.append(chunks.popleft())

@@ -1,15 +1,15 @@
 """Weaves snapshot instructions into the schedule that a pipeline engine executes.
 
-The engine's ``_exec_schedule`` is wrapped on the instance. The original method gets a schedule
-with the same training instructions in the same order, and with snapshot instructions around
-those in which the device may wait. Snapshot instructions are subclasses of DeepSpeed's
-``PipeInstruction``, which the engine looks up in its own copy of ``_INSTRUCTION_MAP``. Any
-schedule class works: 1F1B, inference, data parallel, zero-bubble, a user's own. Only the names
-of its instructions must be known.
+The engine's ``_exec_schedule`` is wrapped on the instance. The original method gets a schedule with
+the same training instructions in the same order, and with snapshot instructions before and after
+each instruction in which the device may wait. Snapshot instructions are subclasses of DeepSpeed's
+``PipeInstruction``; the engine gets its own copy of ``_INSTRUCTION_MAP``, which contains them. Any
+schedule class works: 1F1B, inference, data parallel, zero-bubble, a user's own. Only the names of
+the schedule's instructions must be known.
 
-Bubble time is spent *inside* receives, so a window opens before a receive and closes after it.
-If a schedule queues its transfers (DualPipeV), the window is around the instruction that carries
-the transfers out. The wait for the other stages at the end of a step, inside
+The device is idle *inside* receives, so a window (idle interval) opens before a receive and closes
+after it. If a schedule queues its transfers (DualPipeV), the window is around the instruction that
+carries the transfers out. The wait for the other stages at the end of a step, inside
 ``_aggregate_total_loss``, is not a window: a version is taken only when the next step begins,
 because the script may change the state until then.
 """
@@ -50,7 +50,7 @@ class CloseSnapshotWindow(PipeInstruction):  # type: ignore[misc]
 
 
 def _steps(names: list[str]) -> bool:
-    """Return whether a schedule of these instructions ends with the optimizer step."""
+    """Return whether a schedule of the named instructions ends with the optimizer step."""
     return names[-1:] == ["OptimizerStep"]
 
 
@@ -112,10 +112,11 @@ class WovenSession(Protocol):
 
 
 class Weaver:
-    """Weaves snapshot instructions into the schedules of a pipeline engine. Created once, by
-    ``attach``.
+    """Weaves snapshot instructions into the schedules of a pipeline engine. ``attach`` creates one
+    for each engine.
 
-    Before every schedule it decides whether to weave, and whether to time every instruction.
+    Before each schedule is executed, the weaver decides whether to weave, and whether to time every
+    instruction.
     """
 
     def __init__(
@@ -135,8 +136,8 @@ class Weaver:
         self._counts: Counter[str] = Counter()
         self._position = 0
         self._drains: Hashable = None
-        """Key of a schedule that has ended with the optimizer step and whose loss is not
-        aggregated yet; otherwise None."""
+        """Key of the schedule that has ended with the optimizer step, until its loss is aggregated;
+        otherwise None."""
         self._source: Mapping[type, Callable[..., Any]] = {}
         self._maps: dict[bool, Mapping[type, Callable[..., Any]]] = {}
         for name, around in (
@@ -153,7 +154,7 @@ class Weaver:
         traced = self._tracer.active
         for stamps in self._computing.values():
             stamps.clear()
-        # P1: set on the instance, so that the class and every other engine execute as before.
+        # P1: set the map on the instance, so that the class and every other engine stay unchanged.
         engine._INSTRUCTION_MAP = self._instruction_map(engine, traced)
         copying = self._copying
         paced = copying.variant is Variant.HAS or copying.pacer.gate.wanted
@@ -179,8 +180,8 @@ class Weaver:
     def _aggregate(
         self, engine: Any, original: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Call the aggregation of a step's loss, where stages wait for each other, and end the
-        step for the pacer."""
+        """Call the engine's aggregation of a step's loss, in which stages wait for each other, and
+        end the step for the pacer."""
         self._progress.instruction(self._progress.number_of("AggregateTotalLoss"))
         if (key := self._drains) is None:
             return original(*args, **kwargs)
@@ -206,8 +207,8 @@ class Weaver:
     # -- timing ------------------------------------------------------------------------------------
 
     def _instruction_map(self, engine: Any, traced: bool) -> Mapping[type, Callable[..., Any]]:
-        """Return the instruction map for this engine: the current map of its class, and the
-        snapshot instructions.
+        """Return the instruction map for an engine: the current map of the engine's class, with the
+        snapshot instructions added.
 
         Args:
             engine: the engine.
@@ -233,8 +234,8 @@ class Weaver:
         return self._maps[traced]
 
     def _reported(self, name: str, execute: Callable[..., Any], traced: bool) -> Callable[..., Any]:
-        """Wrap an instruction's function, to report it on the progress page and, if requested,
-        to time it."""
+        """Wrap an instruction's function, to report the instruction on the progress page (shared
+        memory of this trainer) and, if requested, to time it."""
         stamps, stamp = self._computing.get(name), self._pacer.stamp
         number, note = self._progress.number_of(name), self._progress.instruction
 
@@ -280,7 +281,7 @@ class Weaver:
 
 
 def _window_key(schedule: Any) -> Hashable:
-    """Return a key for a schedule, which differs if the instructions differ."""
+    """Return a key that identifies a schedule's instructions."""
     facts = (
         getattr(schedule, n, None) for n in ("micro_batches", "stages", "stage_id", "forward_only")
     )

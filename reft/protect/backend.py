@@ -1,9 +1,9 @@
 """Backends that encode and decode parities.
 
-A backend computes linear combinations of byte buffers over GF(2^8); with coefficients 0 and 1, this
-is XOR. It works on raw bits, so NaN payloads, infinities and signed zeros of every dtype are
-preserved. Buffers are one-dimensional and contiguous with dtype uint8: ``numpy.ndarray`` or
-``torch.Tensor`` (any device).
+A backend computes linear combinations of byte buffers over GF(2^8); with coefficients 0 and 1, such
+a combination is an XOR. It works on raw bits, so NaN payloads, infinities and signed zeros of every
+dtype are preserved. Buffers are one-dimensional and contiguous with dtype uint8: ``numpy.ndarray``
+or ``torch.Tensor`` (any device).
 """
 
 from __future__ import annotations
@@ -56,16 +56,16 @@ class Backend(ABC):
         """Compute ``targets[r] = sum over j of rows[r][j] · sources[j]`` over GF(2^8), for every
         r.
 
-        On a device, the work is queued on the current stream; the call returns before it is
-        done.
+        On a device, the work is queued on the current stream, and the call returns before the work
+        is done.
 
         Args:
             rows: coefficients 0..255, one row for each target and one column for each source. If
                 any coefficient is above 1, the buffers' length must be a multiple of 128 bytes
                 (:mod:`reft.protect.rs`).
-            sources: buffers of dtype uint8 and the same length.
-            targets: buffers of that length, which overlap neither the sources nor each other;
-                overwritten.
+            sources: buffers of dtype uint8 and of equal length.
+            targets: buffers of the sources' length, which overlap neither the sources nor each
+                other; they are overwritten.
 
         Raises:
             ValueError: lengths or counts do not match.
@@ -88,8 +88,8 @@ class Backend(ABC):
         targets: Sequence[Buffer],
         nbytes: int,
     ) -> None:
-        """Do the work of :meth:`combine`; every row has a non-zero coefficient, and buffers are
-        not empty."""
+        """Do :meth:`combine` with checked arguments: every row has a non-zero coefficient, and
+        buffers are not empty."""
 
     @abstractmethod
     def zeros(self, nbytes: int, like: Buffer) -> Buffer:
@@ -99,9 +99,9 @@ class Backend(ABC):
 def backend_for(buffer: Buffer) -> Backend:
     """Return the fastest available backend for a buffer's class and device.
 
-    For CUDA and ROCm tensors this is CuPy, if it is installed and a test on the device gave the
-    same bytes as torch; otherwise torch. The first call for a device compiles a kernel for this
-    test.
+    For CUDA and ROCm tensors this is the backend that uses CuPy, if CuPy is installed and computes
+    the same bytes as torch in a test on the device; otherwise the one that uses torch. The first
+    call for a device compiles a kernel for the test.
 
     Raises:
         TypeError: the buffer's class is not supported.
@@ -128,7 +128,7 @@ or may not support the device."""
 
 
 def _tried_cupy(like: Buffer) -> Backend | None:
-    """Return CuPy's backend if it works on the device of ``like``; otherwise None.
+    """Return the backend that uses CuPy if it works on the device of ``like``; otherwise None.
 
     Logs a warning if CuPy is installed but does not work.
     """
@@ -184,8 +184,8 @@ def _check(rows: Sequence[Row], sources: Sequence[Buffer], targets: Sequence[Buf
 def combine_ragged(
     backend: Backend, rows: Sequence[Row], sources: Sequence[Buffer], targets: Sequence[Buffer]
 ) -> None:
-    """Do :meth:`Backend.combine` with sources that may be shorter than the targets and count as
-    zero-padded.
+    """Do :meth:`Backend.combine` with sources of different lengths. A source that is shorter than
+    the targets counts as zero-padded.
 
     Only the cell (512 KiB unit) in which a source ends is copied and padded, and only if
     coefficients above 1 require complete cells.
@@ -210,8 +210,8 @@ def combine_ragged(
 class ChunkedBackend(Backend):
     """Base class of backends that use a library of elementwise operations.
 
-    Buffers are processed in chunks, so that a target's chunk stays in the cache from the first
-    XOR to the last. Sources and targets are then read from memory only once.
+    Buffers are processed in chunks, so that a chunk of a target stays in the cache from the first
+    XOR to the last, and sources and targets are read from memory only once.
     """
 
     def _combine(
@@ -288,8 +288,8 @@ class ChunkedBackend(Backend):
 
     @abstractmethod
     def _chunk_bytes(self, target: Buffer) -> int:
-        """Return the size of a target's chunk that stays in the cache while the sources are
-        read."""
+        """Return the size of the chunks, such that a target's chunk stays in the cache while the
+        sources are read."""
 
     @abstractmethod
     def _xor(self, left: Any, right: Any, out: Any) -> None: ...
@@ -336,8 +336,8 @@ def find_launch_shape(rows: Sequence[Row], width: int, nbytes: int) -> tuple[int
         nbytes: length of the buffers.
 
     Returns:
-        Number of thread blocks for which there is work (if fewer are launched, each does the
-        work of several), and the kernel's first two arguments, unsigned 64-bit integers.
+        The largest useful number of thread blocks (if fewer are launched, each does the work of
+        several), and the kernel's first two arguments, unsigned 64-bit integers.
     """
     words = nbytes // width
     if not needs_packets(rows):
@@ -375,8 +375,8 @@ def kernel_source(rows: tuple[Row, ...], width: int) -> str:
 
 
 def _plain_body(rows: Sequence[Row]) -> str:
-    """Return the kernel's body for plain XOR: m words in n bytes; the bytes after the last word
-    are combined singly."""
+    """Return the kernel's body for plain XOR. Its first arguments are m, the number of words, and
+    n, the number of bytes; the bytes after the last word are combined one by one."""
 
     def xor(row: Row, pattern: str, joint: str) -> str:
         terms = [pattern.format(j=j) for j, c in enumerate(row) if c]
@@ -404,8 +404,8 @@ def _plain_body(rows: Sequence[Row]) -> str:
 
 
 def _packet_body(rows: Sequence[Row], width: int) -> str:
-    """Return the kernel's body for packets: m complete cells and, if n is not 0, a last cell
-    with packets of n words."""
+    """Return the kernel's body for packets. Its first arguments are m, the number of complete
+    cells, and n, the number of words in a packet of the last, shorter cell (0 if there is none)."""
     words = PACKET_BYTES // width
     bits = range(PACKETS)
     lines = [
@@ -483,7 +483,7 @@ class CupyBackend(Backend):
             items, numbers = find_launch_shape(rows, width, nbytes)
             device = targets[0].device.index
             grid = min(items, processors(device) * _BLOCKS_PER_PROCESSOR)
-            arguments = tuple(map(np.uintp, (*numbers, *addresses)))  # All arguments have 64 bits
+            arguments = tuple(map(np.uintp, (*numbers, *addresses)))  # Every argument has 64 bits
             _compiled(rows, width, device)((grid,), (THREADS,), arguments)
 
 
@@ -565,7 +565,8 @@ Run = Callable[[tuple[PacketStep, ...], Sequence[Bytes], Sequence[Bytes]], None]
 def compiled_run() -> Run | None:
     """Return the compiled function that executes steps on contiguous buffers of equal length.
 
-    The function releases the GIL. Without it, NumPy's version is about two thirds as fast.
+    The function releases the GIL. NumPy's version, which is used if the function was not compiled,
+    is about two thirds as fast.
 
     Returns:
         The function; None if it was not compiled.

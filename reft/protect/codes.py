@@ -1,11 +1,11 @@
 """Protection schemes of the replicated section, all represented as lists of linear combinations
 of the group's data.
 
-A sharding group of D members cuts its image into D shards and every shard into equal
-*sub-blocks*. A member stores *pieces*: linear combinations over GF(2^8) of sub-blocks. A data
-block or a copy consists of one sub-block, a parity of several. The cost of a placement, the
-losses that it survives and the decoding of lost bytes are all derived from the list of pieces,
-never from a scheme's name (P4).
+A sharding group of D members cuts its image (the bytes of the replicated section) into D shards and
+every shard into equal *sub-blocks*. A member stores *pieces*: linear combinations over GF(2^8) of
+sub-blocks. A data block or a copy is one sub-block, a parity combines several. The cost of a
+placement, the losses that it survives and the decoding of lost bytes are all derived from the list
+of pieces, never from a scheme's name (P4).
 
 All schemes belong to one family with a copies and k parities per stripe (:class:`Scheme`), on a
 ring:
@@ -16,11 +16,12 @@ ring:
   sub-block of every shard that has no copy at any of these positions.
 
 As pairs (a, k): ARC is (a, 0), AEC is (0, 1), Reed-Solomon is (0, k), and the REFT paper's
-co-designed ARC+AEC is (1, 1). Every loss of a+k members is recoverable. Proof: a shard is lost
-only together with a+1 neighbours, none of which holds a parity of its stripes. So u unknown
-blocks of a stripe and p lost parities take at least u+a+p losses, and any u of a stripe's
-parities determine u of its blocks (:mod:`reft.protect.rs`). A combination of ARC and AEC whose
-stripes ignore where the copies are survives only one loss for certain; it is called ``naive``.
+co-designed ARC+AEC is (1, 1). Every loss of a+k members is recoverable. Proof: a shard is lost only
+if a+1 neighbouring members are lost, none of which holds a parity of the shard's stripes. So if u
+blocks of a stripe are unknown and p of its parities are lost, at least u+a+p members are lost. Any
+u of a stripe's parities determine u of its blocks (:mod:`reft.protect.rs`). A combination of ARC
+and AEC whose stripes ignore where the copies are is called ``naive``; it survives only one loss for
+certain.
 """
 
 from __future__ import annotations
@@ -48,14 +49,15 @@ _PART = re.compile(r"(?:(arc)(?::([1-9]\d?))?|(aec)|(rs):([1-9]\d?))")
 
 @dataclass(frozen=True)
 class Scheme:
-    """A protection scheme of this family: numbers of copies and parities."""
+    """A protection scheme, given by its numbers of copies and parities; see the module
+    docstring."""
 
     # Number a of additional copies of every shard; copy i is on the member i positions before
     # the owner on the ring (ARC)
     copies: int = 0
     parities: int = 0  # Number k of parities of every stripe (1: AEC; more: Reed-Solomon)
-    # True if stripes avoid the positions of the copies, so that losses of copies + parities
-    # members are survived. False for the naive combination.
+    # True if stripes avoid the positions of the copies, so that every loss of (copies + parities)
+    # members is survived. False for the naive combination.
     designed: bool = True
 
     @classmethod
@@ -64,7 +66,7 @@ class Scheme:
         ``naive:...``.
 
         Raises:
-            ConfigError: the text is none of these.
+            ConfigError: the text has none of these forms.
         """
         designed = not text.startswith("naive:")
         parts = text.removeprefix("naive:").split("+")
@@ -85,8 +87,8 @@ class Scheme:
 
     @property
     def gap(self) -> int:
-        """Number of consecutive ring positions, beginning with a stripe's own, whose shards the
-        stripe does not use."""
+        """Number of consecutive ring positions, beginning with the position of a stripe, whose
+        shards the stripe does not use."""
         return self.parities + (self.copies if self.designed and self.parities else 0)
 
     @property
@@ -115,14 +117,16 @@ class Scheme:
 
     @property
     def certain_losses(self) -> int:
-        """Number of members of which any may be lost, by the proof in this module's docstring."""
+        """Number of members such that any loss of that number is survived, by the proof in the
+        module docstring."""
         return self.copies + self.parities if self.designed else max(self.copies, self.parities)
 
     def share(self, size: int) -> Fraction:
         """Return the fraction of the replicated section that a member stores: its shard, copies
         and parities.
 
-        This is (a+1)/D + k/(D(D-k)); in a co-designed scheme, the second term is k/(D(D-a-k)).
+        With a copies, k parities and D members it is (a+1)/D + k/(D(D-k)); in a co-designed scheme,
+        the second term is k/(D(D-a-k)).
         """
         stored = Fraction(self.copies + 1, size)
         return stored + (Fraction(self.parities, size * (size - self.gap)) if self.parities else 0)
@@ -141,7 +145,7 @@ class CodeTerm:
     """A stored piece: the sum of coefficient · sub-block over ``terms``."""
 
     index: int  # Index in `Code.pieces`
-    member: int  # dp index of the member that stores it
+    member: int  # Data-parallel index of the member that stores the piece
     # (sub-block, coefficient) pairs; one pair with coefficient 1 is the sub-block itself
     terms: tuple[tuple[int, int], ...]
 
@@ -183,8 +187,8 @@ class Code:
 
     @cached_property
     def holders(self) -> tuple[tuple[int, ...], ...]:
-        """For every sub-block, the indices of the pieces that are equal to it, the owner's
-        first."""
+        """For every sub-block, the indices of the pieces that equal it, beginning with the owner's
+        piece."""
         found: list[list[int]] = [[] for _ in range(self.sub_blocks)]
         for piece in self.pieces:
             if piece.is_data:
@@ -237,10 +241,11 @@ def make_code(scheme: Scheme, ring: Sequence[int]) -> Code:
 def _parities(
     scheme: Scheme, ring: Sequence[int], position: int
 ) -> Iterator[tuple[tuple[int, int], ...]]:
-    """Yield the parities that a ring position stores: for each r, parity r of the stripe that
-    begins r positions earlier.
+    """Yield the parities that a ring position stores. Position p stores parity r of the stripe that
+    begins at p - r, for each r.
 
-    Column j of a stripe is sub-block j of the shard ``gap + j`` positions after the stripe.
+    A stripe that begins at position s has one column for each j: sub-block j of the shard at ring
+    position s + gap + j.
     """
     size, splits = len(ring), len(ring) - scheme.gap
     for r, row in enumerate(parity_rows(scheme.parities, splits) if scheme.parities else ()):
@@ -327,13 +332,14 @@ class LinearSystem:
     """A system of linear equations: unknown sub-blocks, and the parities that contain them."""
 
     unknown: tuple[int, ...]  # Sub-blocks to solve for; the columns of ``matrix``
-    # Indices of parity pieces; the rows of ``matrix``. Plain-XOR parities come first, so that
-    # decoding prefers them
+    # Indices of parity pieces; the rows of ``matrix``. Parities that are plain XOR come first, so
+    # that decoding prefers them
     parities: tuple[int, ...]
     matrix: Matrix  # Coefficients, shape (parities, unknown), uint8
 
     def solve(self) -> dict[int, dict[int, int]]:
-        """Return, for each unknown that can be solved for, the coefficient of each parity used."""
+        """Return, for each unknown sub-block that is determined, the parities from which it is
+        computed, with their coefficients."""
         rows, columns = self.matrix.shape
         reduced, pivots = reduce_rows(
             np.hstack([self.matrix, np.eye(rows, dtype=np.uint8)]), columns
@@ -350,12 +356,12 @@ class LinearSystem:
 def take_apart(
     code: Code, unknown: Collection[int], usable: Callable[[int], bool]
 ) -> Iterator[LinearSystem]:
-    """Split the equations for unknown sub-blocks into independent systems.
+    """Split the equations for unknown sub-blocks into systems that can be solved independently.
 
     Args:
         code: the layout.
-        unknown: sub-blocks without a usable copy; all other sub-blocks have one.
-        usable: function that returns whether the piece with an index is available.
+        unknown: sub-blocks without a usable copy; every other sub-block has one.
+        usable: function that returns whether the piece with a given index is available.
     """
     leader = {block: block for block in unknown}
 
@@ -397,13 +403,13 @@ def plan_decode(
         wanted: sub-blocks to decode.
 
     Returns:
-        For every wanted sub-block, the (piece, coefficient) pairs whose sum it is.
+        For every wanted sub-block, the (piece, coefficient) pairs whose sum gives the sub-block.
 
     Raises:
         UnrecoverableError: a sub-block cannot be decoded.
     """
     avoided = set(bad)
-    source: dict[int, int] = {}  # Piece to read each available sub-block from
+    source: dict[int, int] = {}  # For each available sub-block, the piece from which it is read
     for block, holders in enumerate(code.holders):
         first = next((p for p in holders if p not in avoided), None)
         if first is not None:
@@ -459,14 +465,15 @@ def fatal_loss(
     gone: Collection[int] = (),
     most: int | None = None,
 ) -> tuple[str, ...]:
-    """Return a smallest set of nodes whose loss cannot be recovered, the first one found.
+    """Return a smallest set of nodes whose loss cannot be recovered. Of several such sets, it is
+    the first one found.
 
     Args:
         code: the layout.
         nodes: node of each member; members of one node are lost together. None if every member
             has its own node.
         gone: members that are lost already.
-        most: test only sets of fewer nodes than this; None for no limit.
+        most: test only sets of fewer than this number of nodes; None for no limit.
 
     Returns:
         The names of the nodes; all remaining nodes if no tested set is fatal.
@@ -497,19 +504,21 @@ def tolerance(code: Code, nodes: Sequence[str] | None = None) -> int:
     return len(fatal_loss(code, nodes)) - 1
 
 
-# -- a code cut into blocks, with the combination that each stored block is ------------------------
+# -- a code applied to blocks, the units of storage and transfer -----------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class CodedBlock:
     """A block of a stored piece."""
 
-    key: BlockKey  # Identity; a parity block belongs to the member that computes and stores it
+    # Identity of the block; the member in the key of a parity block is the one that computes and
+    # stores it
+    key: BlockKey
     # Offset in bytes in the replicated image or, for a parity, in the member's parity image
     start_bytes: int
     nbytes: int  # Length in bytes; for a parity with padding, a multiple of 128
-    # For a parity, the replicated blocks that it sums up, with their coefficients; shorter
-    # blocks count as zero-padded.
+    # For a parity, the replicated blocks whose sum it is, with their coefficients; shorter blocks
+    # count as zero-padded.
     terms: tuple[tuple[BlockKey, int], ...] = ()
 
 
@@ -571,20 +580,20 @@ class BlockCode:
         return BlockKey(Section.REPLICATED, member, j * self.rows + row)
 
     def place_of(self, key: BlockKey) -> tuple[int, int]:
-        """Return the sub-block that a replicated block belongs to, and the block's row (index)
-        in it."""
+        """Return the sub-block to which a replicated block belongs, and the block's row (index) in
+        the sub-block."""
         j, row = divmod(key.index, self.rows)
         return key.member * self.code.splits + j, row
 
     def nbytes_of(self, piece: CodeTerm, row: int) -> int:
-        """Return the length of a piece's block with index ``row``; 0 if the piece is shorter,
-        which then counts as zeros.
+        """Return the length in bytes of a piece's block with index ``row``; 0 if the piece has no
+        such block, which then counts as zeros.
         """
         return max(0, min(self.block_bytes, self.piece_bytes(piece) - row * self.block_bytes))
 
     def key_of(self, piece: CodeTerm, row: int) -> BlockKey | None:
-        """Return the key of a stored piece's block with index ``row``; None if the piece is
-        shorter."""
+        """Return the key of a stored piece's block with index ``row``; None if the piece has no
+        such block."""
         if not self.nbytes_of(piece, row):
             return None
         if piece.is_data:
@@ -615,7 +624,8 @@ class BlockCode:
             yield row, at, min(self.block_bytes, stop - at)
 
     def describe(self) -> str:
-        """Return the code as one line without the section's size, for :func:`parse_block_code`."""
+        """Return the code as a line of text for :func:`parse_block_code`. The line does not contain
+        the section's size."""
         ring = ",".join(map(str, self.code.ring))
         return f"{self.code.scheme};{ring};{self.block_bytes}"
 

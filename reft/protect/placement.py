@@ -6,9 +6,9 @@
 - ``peer`` (Gemini): state that only one member owns (its ZeRO partition, its host state) is sent to
   its k ring predecessors.
 
-Both methods place a member's bytes on the same holders, so one map serves for both. Under an
+Both methods place a member's bytes on the same members, so one map serves for both. Under an
 erasure code, parities replace the copies of replicated state. State that only one member owns is
-still copied, to as many peers as the number of losses that the code survives.
+still copied; its number of copies is the number of losses that the code survives.
 """
 
 from __future__ import annotations
@@ -82,13 +82,13 @@ def fatal_nodes(
 ) -> tuple[str, ...]:
     """Return a smallest set of nodes whose loss destroys bytes of the group (P4).
 
-    The set is computed from the real nodes, not from the scheme's name. State that only one
-    member owns is lost if all its holders are lost. For replicated state under an erasure code,
+    The set is computed from the real nodes, not from the scheme's name. State that only one member
+    owns is lost if all members that hold it are lost. For replicated state under an erasure code,
     the rank of the remaining equations is tested, except in two cases with a known result:
 
-    - If each member has its own node, no set smaller than the holders of one member is fatal,
-      because a member has more holders than the number of losses that are always survived
-      (:attr:`reft.protect.codes.Scheme.certain_losses`).
+    - If each member has its own node, no set with fewer nodes than the members that hold one
+      member's bytes is fatal, because the number of members that hold a member's bytes exceeds the
+      number of losses that are always survived (:attr:`reft.protect.codes.Scheme.certain_losses`).
     - Under parities alone, every member has a piece of every stripe. A loss is therefore fatal
       exactly if more members are lost than a stripe has parities.
 
@@ -98,8 +98,7 @@ def fatal_nodes(
         gone: members that are lost already.
 
     Returns:
-        The nodes; empty if the group cannot be recovered even now, without the members in
-        ``gone``.
+        The nodes; empty if the loss of the members in ``gone`` alone is fatal.
 
     Raises:
         ConfigError: the group is too small for the erasure code.
@@ -121,7 +120,8 @@ def fatal_nodes(
 
 
 def _fullest(nodes: Sequence[str], members: int) -> tuple[str, ...]:
-    """Return the fewest nodes that hold more than ``members`` members; all nodes if none do."""
+    """Return the smallest set of nodes that has more than ``members`` members; all nodes if no set
+    has."""
     found: list[str] = []
     for node in sorted(set(nodes), key=lambda n: (-nodes.count(n), nodes.index(n))):
         if sum(nodes.count(n) for n in found) > members:
@@ -144,7 +144,7 @@ def tolerance_left(
         gone: members that are lost already.
 
     Returns:
-        The number f; -1 if the group cannot be recovered even now.
+        The number f; -1 if the loss of the members in ``gone`` alone is fatal.
     """
     return len(fatal_nodes(nodes, placement, gone)) - 1
 
@@ -178,7 +178,7 @@ def group_patterns(topology: Topology) -> tuple[tuple[str, ...], ...]:
     """Return the nodes of one sharding group for each distinct pattern in which members share
     nodes.
 
-    Tolerance depends only on this pattern, and most groups of a job have the same one.
+    Tolerance depends only on the pattern, and most groups of a job have the same pattern.
     """
     found: dict[tuple[int, ...], tuple[str, ...]] = {}
     for group in topology.groups():
@@ -188,8 +188,8 @@ def group_patterns(topology: Topology) -> tuple[tuple[str, ...], ...]:
 
 
 def surviving_schemes(topology: Topology) -> tuple[Scheme, ...]:
-    """Return the cheapest schemes that survive the loss of any node in a job whose group members
-    share nodes.
+    """Return the cheapest schemes with which a job whose sharding groups have several members on
+    one node survives the loss of any node.
 
     Three kinds of schemes are tested: copies, copies with parities, and parities alone.
     """
@@ -205,8 +205,7 @@ LEAST_ARENAS = 2
 
 @dataclass(frozen=True)
 class ProtectionLevel:
-    """A level of protection: the scheme, and the number of versions (arenas) that each rank
-    keeps."""
+    """A level of protection: a scheme, and the number of versions (arenas) that each rank keeps."""
 
     scheme: Scheme
     arenas: int
@@ -231,9 +230,9 @@ def ladder(scheme: Scheme, arenas: int, members: int) -> tuple[ProtectionLevel, 
 def _cheaper(scheme: Scheme, members: int) -> Iterator[Scheme]:
     """Yield schemes that need less memory than ``scheme``, in decreasing order of memory.
 
-    Each next scheme stores less of the replicated section than the previous one, and no more
-    copies of owned state. Of several such schemes, it is the one that survives most losses, and
-    of these the one that needs most memory.
+    Each scheme stores less of the replicated section than the previous one, and no more copies of
+    owned state. Of several such schemes, the next one is that which survives most losses; of equal
+    ones, that which needs most memory.
     """
     losses = scheme.copies + scheme.parities
     while True:
@@ -255,8 +254,8 @@ def _cheaper(scheme: Scheme, members: int) -> Iterator[Scheme]:
 #
 #     P_reft(k) = [ sum over j <= k of C(D,j) (1-q)^j q^(D-j) ]^(N/D)        P_ckpt = q^N
 #
-# This is exact for AEC and Reed-Solomon and a lower bound for ARC, which also survives many larger
-# losses.
+# P_reft is exact for AEC and Reed-Solomon. For ARC it is a lower bound, since ARC also survives
+# many losses of more than k nodes.
 
 
 _PRECISION = 1e-9
@@ -318,7 +317,7 @@ def persist_interval_secs(
     """Return the advised interval between checkpoints on storage, in seconds: the t at which
     P_reft(t) = ``target``.
 
-    Within this time, memory alone survives with at least that probability.
+    Within this interval, memory alone survives with at least the target probability.
 
     Args:
         target: probability between 0 and 1.

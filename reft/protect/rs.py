@@ -5,24 +5,25 @@ to three parities, c[r][j] = 2^(r·j): the first parity is the plain XOR of AEC,
 costs about as much, and every square submatrix is regular (invertible) for up to 255 blocks.
 More parities use a Cauchy matrix that is scaled so that its first row and column are 1.
 
-**Packets.** A field element is not stored as a byte of the buffer, because multiplication would
-then need a table look-up or a chain of shifts for every byte. Instead, a buffer is a sequence of
-*cells* of 512 KiB. A cell has 8 *packets* of 64 KiB; bit i of an element is in packet i, so the
-elements are the columns through the packets. Multiplication by 2 is then a renaming of packets
-and three XORs of packets. A complete encoding consists of XORs of long contiguous ranges, which
-every device computes at memory speed. In a last, shorter cell, each packet is an eighth of the
-cell, so the length of a buffer must be a multiple of 128 bytes (8 packets of 16-byte words).
-Cells are independent: a range that starts at a cell boundary can be decoded alone.
+**Packets.** If a field element were a byte of the buffer, multiplication would need a table look-up
+or a chain of shifts for every byte. Instead, a buffer is a sequence of *cells* of 512 KiB. A cell
+has 8 *packets* of 64 KiB; bit i of an element is in packet i, so an element is a column through the
+packets. Multiplication by 2 is then a renaming of packets and three XORs of packets. So a complete
+encoding consists of XORs of long contiguous ranges, which every device computes at memory speed. In
+a last, shorter cell, each packet is an eighth of the cell, so the length of a buffer must be a
+multiple of 128 bytes (8 packets of 16-byte words). Cells are independent: a range that starts at a
+cell boundary can be decoded alone.
 
-**Programs.** The solution for a lost block, written as one combination of stored blocks, has
-arbitrary coefficients, which cost about 45 packet XORs for each term. The parities' own
-coefficients are ones and powers of two, with which multiplication is cheap. If several blocks of
-a stripe are lost, each equation is therefore first reduced by its known blocks with the
-parities' own coefficients; the result is its *syndrome*. Then the small system is solved over
-the syndromes by Gauss-Jordan elimination, which adds a multiple of one syndrome to another, or
-scales one. All of this happens in the memory of the unknown blocks, without further buffers.
-Packets are never moved, only renamed (interpreted as another bit of the element). The initial
-names are chosen so that at the end every packet has the name of its position.
+**Programs.** A program is the list of XORs and copies of packets that computes lost blocks. If a
+lost block is written as one combination of stored blocks, the coefficients are arbitrary, and each
+term costs about 45 packet XORs. The coefficients of the parities themselves are ones and powers of
+two, with which multiplication is cheap. So if several blocks of a stripe are lost, the known blocks
+are first subtracted from each parity with these cheap coefficients; the result is the *syndrome* of
+the parity. Then a small system, with the syndromes as right-hand sides, is solved for the lost
+blocks by Gauss-Jordan elimination, which scales a syndrome or adds a multiple of one to another.
+All steps work in the memory of the lost blocks, without further buffers. Packets are never moved,
+only renamed (interpreted as another bit of the element). The initial names are chosen so that at
+the end every packet has the name of its position.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ TABLE.flags.writeable = False
 def reduce_rows(matrix: Matrix, columns: int | None = None) -> tuple[Matrix, tuple[int, ...]]:
     """Return the reduced row echelon form of a matrix over GF(2^8).
 
-    Pivot rows are chosen in the given order if possible, so the caller puts preferred equations
+    Rows are chosen as pivots in the given order if possible, so the caller puts preferred equations
     first.
 
     Args:
@@ -132,10 +133,10 @@ def bit_matrix(coefficient: int) -> tuple[tuple[int, ...], ...]:
 
 PACKETS = 8
 PACKET_BYTES = 64 * 2**10
-"""Size of a packet, large enough for the host's prefetchers; packets of one page halve the
-speed."""
+"""Size of a packet in bytes, large enough for the host's prefetchers; with packets of one memory
+page, the speed is half."""
 CELL_BYTES = PACKETS * PACKET_BYTES
-GRAIN_BYTES = PACKETS * 16  # Buffers have a multiple of this length in codes other than XOR
+GRAIN_BYTES = PACKETS * 16  # In codes other than XOR, the length of a buffer is a multiple of this
 
 _POWER_ROWS = 3
 
@@ -143,7 +144,8 @@ _POWER_ROWS = 3
 def parity_rows(parities: int, blocks: int) -> tuple[Row, ...]:
     """Return the coefficients c[r][j] of the parities, one row for each parity.
 
-    If any ``parities`` of all blocks and parities are lost, they can be decoded (MDS).
+    Any loss of up to ``parities`` of the blocks and parities together can be decoded (the code is
+    MDS).
 
     Args:
         parities: number of parities.
@@ -174,18 +176,18 @@ def needs_packets(rows: Sequence[Row]) -> bool:
 def ragged_ranges(
     sources: Sequence[Any], nbytes: int, step: int, zeros: Callable[[int], Any]
 ) -> Iterator[tuple[slice, list[int], list[Any]]]:
-    """Split targets into ranges, such that each source covers a range either completely or not
+    """Split targets into ranges, such that each source covers every range either completely or not
     at all.
 
     Args:
-        sources: buffers that may be shorter than the targets, as if zero-padded.
+        sources: buffers that may be shorter than the targets; they count as zero-padded.
         nbytes: length of the targets.
-        step: length in bytes of which every range is a multiple. The part of a source beyond its
-            last multiple is copied and padded.
+        step: the length of every range is a multiple of this number of bytes. The end of a source
+            beyond its last multiple is copied and padded.
         zeros: returns a new buffer of zeros.
 
     Yields:
-        The range, the indices of the sources that reach into it, and their bytes.
+        The range, the indices of the sources that cover it, and these sources' bytes.
     """
     cuts = {0, nbytes}
     for length in {len(s) for s in sources} - {nbytes}:
@@ -207,8 +209,8 @@ _MOST_ORDERS = 24
 _MOST_TRIES = 16
 
 Operand = tuple[int, int]
-"""A packet: index of the buffer, and position of the packet in a cell. Buffers are numbered with
-the sources first, then the targets."""
+"""A packet: index of its buffer, and position of the packet in a cell. The sources have the first
+indices, then come the targets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +226,7 @@ class PacketStep:
 
 @dataclass(frozen=True, slots=True)
 class _Elimination:
-    """The steps that solve a linear system in place: the buffer of equation r finally contains
+    """The steps that solve a linear system in place: at the end, the buffer of equation r contains
     ``unknown[r]``."""
 
     unknown: tuple[int, ...]
@@ -296,14 +298,14 @@ def _eliminate(matrix: Sequence[Row], unknown: tuple[int, ...]) -> _Elimination 
     return _Elimination(unknown, tuple(operations))
 
 
-_Move = int | None  # Index of a source to add to the sum; None means: double the sum
+_Move = int | None  # Index of a source to add to the sum; None to double the sum
 
 
 def _moves(row: Row) -> list[_Move]:
     """Return the moves that compute the sum of row[j]·source[j] by Horner's rule.
 
-    The rule is applied to the coefficients' logarithms, or to their bits, whichever takes fewer
-    XORs.
+    The rule is applied to the logarithms of the coefficients or to their bits, whichever needs
+    fewer XORs.
     """
     by_log = {LOG[c]: [j for j, d in enumerate(row) if d == c] for c in row if c}
     by_bit = {bit: [j for j, c in enumerate(row) if c >> bit & 1] for bit in range(PACKETS)}
@@ -318,8 +320,8 @@ def _moves(row: Row) -> list[_Move]:
 
 
 def _interleaved(programs: list[list[_Move]]) -> Iterator[tuple[int, _Move]]:
-    """Yield the moves of several programs interleaved, as (program, move), so that a source is
-    still in the cache when the next program reads it."""
+    """Yield the moves of several programs as (program, move), interleaved so that a source is still
+    in the cache when the next program reads it."""
     longest = max(programs, key=lambda moves: (None in moves, len(moves)))
     order = list(dict.fromkeys(m for m in longest if m is not None))
     order += sorted({m for moves in programs for m in moves if m is not None} - set(order))
@@ -335,10 +337,10 @@ def _interleaved(programs: list[list[_Move]]) -> Iterator[tuple[int, _Move]]:
 
 
 class _Packets:
-    """Records steps.
+    """Records the packet steps of a program.
 
-    Each bit of a target's elements is a packet of the target; which packet is determined at the
-    end. A bit to which nothing was added yet may refer to a packet of a source instead.
+    Each bit of a target's elements is a packet of the target; the packet's position is determined
+    at the end. A bit to which nothing was added yet may refer to a packet of a source instead.
     """
 
     def __init__(self, sources: int, targets: int) -> None:
@@ -394,8 +396,8 @@ class _Packets:
         return own
 
     def steps(self) -> tuple[PacketStep, ...]:
-        """Return the recorded steps with every packet in its final position; steps on adjacent
-        packets are merged."""
+        """Return the recorded steps, with every packet in its final position and steps on adjacent
+        packets merged."""
         for target, bits in enumerate(self._bits):
             copied = []
             for bit, operand in enumerate(bits):
@@ -441,14 +443,13 @@ def _follows(last: PacketStep, step: PacketStep) -> bool:
 
 @lru_cache(maxsize=256)
 def _scaling(coefficient: int) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
-    """Return a multiplication by ``coefficient`` in place, as a renaming of bits and additions
-    of bits.
+    """Return a multiplication by ``coefficient`` in place, as a renaming and additions of bits.
 
     The cheapest of several randomised reductions is returned.
 
     Returns:
-        For every bit, the old bit that is renamed to it; and the additions (i, j) to make after
-        that: bit i += bit j.
+        For every bit, the old bit that is renamed to it; and the additions (i, j) that follow the
+        renaming: bit i += bit j.
     """
     chance = random.Random(coefficient)
     return min(

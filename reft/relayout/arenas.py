@@ -1,4 +1,5 @@
-"""Reads a version of another layout from arenas."""
+"""Reads a version that was written in another layout (other parallel degrees) from arenas, the
+files in shared memory that hold versions."""
 
 from __future__ import annotations
 
@@ -23,12 +24,12 @@ from reft.state.blob import DecodedBlob
 from reft.state.catalogue import TensorSpec, end_to_end
 
 _Image = tuple[int, int, Section, int]
-"""An image: pp and tp of its sharding group, its section, and the member that owns it (-1 if the
-section is replicated)."""
+"""Identifies an image (the bytes of a section): pp and tp of the sharding group, the section, and
+the member that owns it (-1 if the section is replicated)."""
 
 
 class _StoredTensor(NamedTuple):
-    """A tensor in a stored image; ``start_bytes`` is its offset."""
+    """A tensor in a stored image; ``start_bytes`` is the tensor's offset."""
 
     section: Section
     start_bytes: int
@@ -45,7 +46,7 @@ class _Range(NamedTuple):
 
 
 class ArenaSource:
-    """A version in arenas.
+    """Locates and reads the bytes of a version in arenas.
 
     Args:
         hosts: encoded host states of the ranks in
@@ -54,7 +55,7 @@ class ArenaSource:
         name: origin of the version, for messages.
 
     Attributes:
-        pieces: the byte ranges of the images that were located.
+        pieces: byte ranges of the images that :meth:`locate` has found to be needed.
     """
 
     def __init__(self, hosts: Mapping[Coordinate, bytes], degrees: Degrees, name: str) -> None:
@@ -71,7 +72,7 @@ class ArenaSource:
         return DecodedBlob(self._hosts[at])
 
     def host_state(self, at: Coordinate) -> dict[str, Any]:
-        """The host state of a rank; a new object for every call."""
+        """Return the host state of a rank. Each call returns a new object."""
         return self.blob(at).state
 
     def locate(
@@ -81,14 +82,14 @@ class ArenaSource:
         old: RankLayout | None = None,
         module: Any = None,
     ) -> None:
-        """Find the bytes of moves in the images. Writes nothing.
+        """Find the bytes of the given moves in the images. Writes nothing.
 
         Args:
             moves: elements to move, with their targets.
             live: this rank's tensors.
             old: layout of the version, if elements are matched by name; None if only the number of
                 replicas differs.
-            module: unused here; needed for DeepSpeed's files.
+            module: not used here; another source, DeepSpeed's files, needs it.
 
         Raises:
             LayoutError: a tensor is missing or does not fit.
@@ -124,7 +125,7 @@ class ArenaSource:
     def parts(
         self, fetch: Fetch, data: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Pairs of live bytes and the bytes of a block to copy there, in the order of the block."""
+        """Yield pairs (live bytes, bytes of a block to copy there), in the order of the block."""
         ranges = self._ranges.get(
             _image(fetch.pp, fetch.tp, fetch.key.section, fetch.key.member), []
         )
@@ -140,7 +141,7 @@ class ArenaSource:
                 yield part.target[at : at + end - begin], inside
 
     def _stored(self, at: Coordinate) -> dict[str, _StoredTensor]:
-        """Stored tensors by name; the same on all replicas."""
+        """Return the stored tensors by name. They are equal on all replicas."""
         manifest = self.blob(at).manifest
         found: dict[str, _StoredTensor] = {}
         for section, specs in (

@@ -1,4 +1,5 @@
-"""Reads a version of another layout from DeepSpeed's files."""
+"""Reads a version that was written in another layout (other parallel degrees) from the files of a
+DeepSpeed checkpoint."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from reft.storage.load import read_host_state
 
 
 class CheckpointSource:
-    """A version in DeepSpeed's files, which are opened one after another.
+    """Locates and reads the elements of a version in DeepSpeed's checkpoint files, which are opened
+    one after another.
 
     Args:
         checkpoint: directory of the files.
@@ -72,12 +74,13 @@ def _tied_layers(module: Any) -> dict[str, list[int]]:
 
 
 class CheckpointParts:
-    """Reads tensors by their names in a plan. Keeps the files of one rank open at a time.
+    """Reads tensors by their names in the plan of a restore. Keeps the files of one rank open at a
+    time.
 
     Args:
         checkpoint: directory of the files.
         degrees: parallel degrees of the job that wrote them.
-        held: contents of its ranks, by (pp, tp).
+        held: contents of the job's ranks, by (pp, tp).
         tied: for the key of each tied module, the layers whose files may hold its weights.
     """
 
@@ -103,10 +106,11 @@ class CheckpointParts:
         return found.detach().reshape(-1)
 
     def _load(self, name: str) -> Any:
-        """The content of the only file that matches a pattern; None if there is none."""
+        """Return the content of the only file that matches a pattern; None if no file matches."""
         if name not in self._files:
             found = sorted(self._checkpoint.glob(name))
-            # weights_only=False, as in DeepSpeed's load_checkpoint: the files hold its own objects.
+            # weights_only=False, as in DeepSpeed's load_checkpoint: the files hold objects of
+            # DeepSpeed's classes.
             loaded = (
                 torch.load(found[0], map_location="cpu", weights_only=False, mmap=True)
                 if found
@@ -141,11 +145,12 @@ class CheckpointParts:
         raise self._missing(at, name)
 
     def _tied_layers(self, pp: int, key: str) -> list[int]:
-        """Layers under which a tied module may be stored, the stage's own first.
+        """Return the layers under which a tied module may be stored, beginning with those of the
+        stage ``pp``.
 
         The order matters, because parameters of the module that are not tied differ between stages.
-        Stages have consecutive layers; the first layer of each follows only from the names of its
-        other layers.
+        Stages have consecutive layers; the range of a stage follows only from the names of its
+        layers that are not tied.
         """
         layers = sorted(self._tied.get(key, []))
         numbers: dict[int, set[int]] = {stage: set() for stage in range(self._degrees.pp)}
@@ -195,8 +200,8 @@ class CheckpointParts:
         return self._require_tensor(state.get(index, {}).get(kind), at, name)
 
     def _check_names(self, at: Coordinate, wrapper: Mapping[str, Any], held: RankContents) -> None:
-        """Refuse a file of other ranks, which is found if a job numbers its ranks in an unknown
-        order."""
+        """Refuse a file that belongs to other ranks, which this class reads if the job numbers its
+        ranks in an unknown order."""
         names = {name for group in wrapper.get("param_slice_mappings") or () for name in group}
         known = {name for group in held.groups for name in group}
         if not wrapper or not names <= known:

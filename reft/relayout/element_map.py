@@ -2,15 +2,16 @@
 another layout (PP x DP x TP). Pure.
 
 Elements are identified by names. A parameter has the same name in all layouts (DeepSpeed's
-``PipelineModule`` numbers layers over all stages), and so have its master and its optimizer state.
-Tensor slices that share a parameter hold equal parts of one dimension. If that dimension holds
-several consecutive matrices (a gate and its input; queries, keys and values), they hold equal parts
-of each. Partitions of ZeRO-1 and 2 are equal parts of a group's concatenated parameters, those of
-ZeRO-3 equal parts of each parameter; both are padded with zeros.
+``PipelineModule`` numbers layers over all stages), and so have its master (the copy that the
+optimizer updates) and its optimizer state. The tensor-parallel slices of a parameter are equal
+parts along one dimension. If the parameter consists of several matrices that follow each other
+along this dimension (a gate and its input; queries, keys and values), each slice holds an equal
+part of each matrix. Partitions of ZeRO-1 and 2 are equal parts of a group's concatenated
+parameters, those of ZeRO-3 are equal parts of each parameter; both are padded with zeros.
 
-If only the number of replicas differs, stages and slices keep their tensors, so the tensors of the
-images suffice (:class:`RankImages`), regardless of their meaning. Offsets and counts are in
-elements. Tensors have the names that they have in the images.
+If only the number of replicas differs, stages and slices keep their tensors. Then a list of the
+tensors in the images suffices (:class:`RankImages`), and it does not matter which parameters they
+belong to. Offsets and counts are in elements. Tensors have the names that they have in the images.
 """
 
 from __future__ import annotations
@@ -37,13 +38,15 @@ WHOLE = -1  # Value of `Parameter.split` if every tensor slice has the complete 
 
 
 class Parameter(NamedTuple):
-    """A parameter of the model, on one tensor slice."""
+    """A parameter of the model, as one tensor-parallel slice holds it."""
 
     name: str  # Name in the model
     shape: tuple[int, ...]  # Shape of this rank's slice
-    # Dimension that tensor slices share in equal parts, `WHOLE`, or None if unknown
+    # Dimension along which tensor parallelism splits the tensor equally; `WHOLE` if it is not
+    # split; None if unknown
     split: int | None
-    # Lengths along that dimension of consecutive matrices; empty if it is one matrix
+    # Lengths of consecutive matrices along the dimension ``split``; empty if the parameter is one
+    # matrix
     blocks: tuple[int, ...] = ()
 
     @property
@@ -53,16 +56,18 @@ class Parameter(NamedTuple):
 
 @dataclass(frozen=True)
 class RankContents:
-    """State of the ranks of one (pp, tp); the same description for all replicas.
+    """Describes the state of the ranks with the same (pp, tp). The description is equal on all
+    replicas.
 
     Attributes:
         parameters: the model's parameters.
         groups: names of the optimizer's parameters by group, in the optimizer's order.
-        kinds: the optimizer's tensors for a parameter, by group: ``master`` and the names of its
-            state. Each is a tensor ``KIND.GROUP.POSITION``; only position 0 if the group is flat.
+        kinds: for each group, the kinds of tensors that the optimizer has for a parameter:
+            ``master`` and the names of its state tensors. A tensor has the name
+            ``KIND.GROUP.POSITION``; in a flat group, the only position is 0.
         flat: whether the parameters of a group are concatenated in one tensor.
-        parted: for each group, the elements of a tensor in one replica's partition; empty if the
-            groups are not partitioned.
+        parted: for each group, the number of elements of a tensor in one replica's partition; empty
+            if the groups are not partitioned.
     """
 
     parameters: tuple[Parameter, ...]
@@ -98,7 +103,7 @@ class RankContents:
         )
 
     def extents(self, dp: int) -> Iterator[_Extent]:
-        """All elements of replica ``dp``."""
+        """Yield the ranges of all elements of replica ``dp``."""
         sizes = {p.name: p.numel for p in self.parameters}
         for name, numel in sizes.items():
             yield _Extent(WEIGHT, name, 0, numel, f"{WEIGHT}.{name}", 0)
@@ -122,7 +127,8 @@ class RankContents:
                     begin = end
 
     def paddings(self, dp: int) -> Iterator[Padding]:
-        """The padding at the end of the groups, in the partition of replica ``dp``."""
+        """Yield the padding at the end of the groups that lies in the partition of replica
+        ``dp``."""
         sizes = {p.name: p.numel for p in self.parameters}
         for group, part in enumerate(self.parted):
             filled = min(part, max(0, sum(sizes[name] for name in self.groups[group]) - dp * part))
@@ -132,13 +138,13 @@ class RankContents:
 
 
 class Part(NamedTuple):
-    """A replica's part of elements that all replicas share in equal parts, padded at the end: a
-    group of parameters at ZeRO-1 and 2, one parameter at ZeRO-3.
+    """A replica's part of elements that are divided equally among all replicas and padded at the
+    end: the elements of a parameter group at ZeRO-1 and 2, those of one parameter at ZeRO-3.
 
     Attributes:
-        name: name of the elements, the same at every degree.
-        size: elements of a part, with padding.
-        numel: elements of all parts, without padding.
+        name: name of the group or parameter, equal at every data-parallel degree.
+        size: number of elements of one part, with padding.
+        numel: number of elements of all parts, without padding.
     """
 
     name: str
@@ -146,26 +152,27 @@ class Part(NamedTuple):
     numel: int
 
     def filled(self, dp: int) -> tuple[int, int]:
-        """First element of replica ``dp``, and the number of its elements without padding."""
+        """Return the first element of the part of replica ``dp``, and the number of elements in it
+        without padding."""
         first = min(dp * self.size, self.numel)
         return first, min(self.size, self.numel - first)
 
 
 @dataclass(frozen=True)
 class RankImages:
-    """State of the ranks of one (pp, tp), described by the tensors of their images.
+    """Describes the state of the ranks with the same (pp, tp) by the tensors in their images.
 
     Attributes:
         whole: number of elements of each tensor that is equal on all replicas.
-        parts: what each partitioned tensor has a part of, in order.
+        parts: for each partitioned tensor, the parts that it consists of, in order.
     """
 
     whole: Mapping[str, int]
     parts: Mapping[str, tuple[Part, ...]]
 
     def located(self) -> Iterator[tuple[Part, str, int]]:
-        """Every part with its tensor and its first element there, which are the same on all
-        replicas."""
+        """Yield every part, with its tensor and its first element in that tensor, which are equal
+        on all replicas."""
         for tensor, parts in self.parts.items():
             at = 0
             for part in parts:
@@ -181,10 +188,10 @@ class RankImages:
 
 @dataclass(frozen=True)
 class RankLayout:
-    """State of all ranks of a job."""
+    """Describes the state of all ranks of a job."""
 
     degrees: Degrees  # Parallel degrees of the job
-    held: Mapping[Group, RankContents]  # By (pp, tp)
+    held: Mapping[Group, RankContents]  # Contents of the ranks, by (pp, tp)
 
     def stages(self) -> dict[str, set[int]]:
         found: dict[str, set[int]] = defaultdict(set)
@@ -195,19 +202,19 @@ class RankLayout:
 
 
 def tensor_name(kind: str, group: int, position: int) -> str:
-    """The name of a tensor in an image."""
+    """Return the name of a tensor in an image."""
     if kind == MASTER:
         return f"{MASTER}.{group}.{position}"
     return f"optimizer.{group}.{position}.{kind}"
 
 
 class ElementMove(NamedTuple):
-    """Elements of a rank of the old layout, and their target on a rank of the new layout.
+    """Elements to move from a rank of the old layout to a rank of the new layout.
 
     Attributes:
         source: the old rank.
         tensor: tensor of the old rank.
-        start: first element in that tensor.
+        start: first element in the old tensor.
         numel: number of elements.
         target: tensor of the new rank.
         at: first element in the target.
@@ -228,7 +235,8 @@ class Padding(NamedTuple):
 
 
 class _Extent(NamedTuple):
-    """Elements [start, start + numel) of a rank's slice of a parameter, at ``at`` in a tensor."""
+    """Elements [start, start + numel) of a rank's slice of a parameter, which begin at element
+    ``at`` of a tensor."""
 
     kind: str
     name: str
@@ -239,10 +247,11 @@ class _Extent(NamedTuple):
 
 
 def plan_layout(old: RankLayout, new: RankLayout, at: Coordinate) -> tuple[ElementMove, ...]:
-    """The sources of all elements of the new rank ``at``, except paddings.
+    """Plan the sources of all elements of the new rank ``at``, except paddings.
 
-    Every element is written once. If several old ranks have it (replicas, tied parameters on two
-    stages, unsplit parameters of slices), the nearest by coordinate is the source.
+    Every element is written once. If several old ranks have an element (replicas, stages with a
+    tied parameter, slices with an unsplit parameter), the source is the rank with the nearest
+    coordinate.
 
     Args:
         old: the layout of the version.
@@ -268,7 +277,7 @@ def plan_layout(old: RankLayout, new: RankLayout, at: Coordinate) -> tuple[Eleme
 def plan_replica(
     old: RankImages, new: RankImages, resize: Resize, at: Coordinate
 ) -> tuple[ElementMove, ...]:
-    """:func:`plan_layout` for one (pp, tp), if only the number of replicas differs.
+    """Do :func:`plan_layout` for one (pp, tp), if only the number of replicas differs.
 
     Raises:
         LayoutError: the tensors do not match.
@@ -332,11 +341,12 @@ def _slices(
         extent: elements of the new slice.
         old: shape of an old slice.
         new: shape of a new slice.
-        split: how slices share the parameter.
+        split: how the parameter is divided among slices.
         slice_at: index of the new slice.
 
     Yields:
-        Old slice, first element in it, number of elements, and offset within the extent.
+        The old slice, the first element in the old slice, the number of elements, and their offset
+        within the extent.
     """
     dimension, whole = split
     if dimension == WHOLE or old == new:
@@ -344,7 +354,7 @@ def _slices(
         return
     whole = whole or (1,)
     total, was, width = sum(whole), old[dimension], new[dimension]
-    # Begin of each matrix within an old slice and within a new slice, and the end of the last
+    # Begin of each matrix within an old and a new slice, then the end of the last matrix
     old_begins = [at * was // total for at in accumulate(whole, initial=0)]
     new_begins = [at * width // total for at in accumulate(whole, initial=0)]
     inner = prod(new[dimension + 1 :])
@@ -355,7 +365,8 @@ def _slices(
         n = bisect_right(new_begins, column) - 1
         part, old_part = new_begins[n + 1] - new_begins[n], old_begins[n + 1] - old_begins[n]
         tp, there = divmod(slice_at * part + column - new_begins[n], old_part)
-        # Up to the end of the matrix's part in this row of the new slice, or in the old slice
+        # Count up to the end of the matrix's part in this row of the new slice, or in that of the
+        # old slice, whichever comes first
         count = min(
             end - position, min(new_begins[n + 1] - column, old_part - there) * inner - inside
         )
@@ -390,7 +401,8 @@ class _Index:
         return self._found[group]
 
     def moves(self, extent: _Extent, at: Coordinate, tp: int) -> Iterator[ElementMove]:
-        """Moves of the elements of ``extent`` from the old slice ``tp`` to the new rank ``at``."""
+        """Yield the moves of the elements of ``extent`` from the old slice ``tp`` to the new rank
+        ``at``."""
         _, _, start, numel, _, target = extent
         stages = self._stages[extent.name]
         pp = at.pp if at.pp in stages else stages[0]
@@ -418,14 +430,15 @@ class _Index:
 
 
 _Split = tuple[int, tuple[int, ...]]
-"""The dimension that slices share, or :data:`WHOLE`, and the lengths of consecutive matrices over
-all slices."""
+"""The dimension along which slices divide a parameter (or :data:`WHOLE`), and the total lengths of
+consecutive matrices over all slices."""
 
 
 def _splits(old: RankLayout, new: RankLayout) -> dict[str, _Split]:
-    """Determine how slices share each parameter.
+    """Determine how each parameter is divided among slices.
 
-    It is :data:`WHOLE` if they do not, or if both layouts have the same slices.
+    The result for a parameter is :data:`WHOLE` if it is not divided, or if both layouts have the
+    same slices.
     """
     splits_of: dict[str, set[_Split]] = defaultdict(set)
     for layout in (old, new):
@@ -486,7 +499,7 @@ _Whole = tuple[tuple[int, ...], int | None, tuple[str, ...]]
 
 
 def _whole(layout: RankLayout, splits: Mapping[str, _Split]) -> dict[str, _Whole]:
-    """Complete shape, group and kinds of every parameter."""
+    """Return complete shape, group and kinds of tensors of every parameter."""
     found: dict[str, _Whole] = {}
     for (pp, tp), held in sorted(layout.held.items()):
         groups = {name: group for group, names in enumerate(held.groups) for name in names}

@@ -1,4 +1,5 @@
-"""Describes the state of a DeepSpeed rank, so that another layout or degree can restore it."""
+"""Describes the state of a DeepSpeed rank, so that a job with another layout (other parallel
+degrees) can restore it."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from reft.state.adapters import IDLE, StateAdapter, ZeroAdapter
 from reft.state.blob import capture_rng
 
 LiveTensors = Mapping[str, torch.Tensor]
-"""This rank's tensors, flat, by the names that a plan uses."""
+"""This rank's tensors as flat views, by the names that a plan uses."""
 
 
 class LayoutChange:
@@ -35,8 +36,10 @@ class LayoutChange:
     Attributes:
         engine: DeepSpeed's engine.
         adapter: adapter of its optimizer.
-        why_not: why a step of this job would differ at another degree; "" if it would not.
-        data_is_bound: why the program's data would differ there; "" if they would not.
+        why_not: reason why a step of this job would differ at another data-parallel degree; "" if
+            there is none.
+        data_is_bound: reason why the program's data would differ at another data-parallel degree;
+            "" if there is none.
     """
 
     def __init__(self, engine: Any, adapter: StateAdapter, config: Mapping[str, Any]) -> None:
@@ -47,23 +50,24 @@ class LayoutChange:
         self.data_is_bound = ""
 
     def bind(self, why: str) -> None:
-        """Record why the program's data depend on the degree."""
+        """Record the reason why the program's data depend on the data-parallel degree."""
         self.data_is_bound, self.why_not = why, self.why_not or why
 
     def convert(self, state: dict[str, Any], resize: Resize, *, is_new: bool) -> None:
         """Convert the parts of a host state that depend on the replica or the number of replicas.
 
         Args:
-            state: changed in place.
+            state: host state; changed in place.
             resize: the old and the new number of replicas.
-            is_new: whether the old job had no such replica.
+            is_new: True if this rank's replica did not exist in the old job.
         """
-        # DeepSpeed makes a step when this is a multiple of the micro-batches of a step.
+        # DeepSpeed makes an optimizer step when ``micro_steps`` is a multiple of the number of
+        # micro-batches in a step, which may differ from the old job's.
         state["engine"]["micro_steps"] = state["engine"]["global_steps"] * self._micro_batches
         if is_new:
             state["rng"] = capture_rng()
-        # Another rank has the gradients that DeepSpeed kept over steps. A step that needs them
-        # warns that the version lacks them.
+        # Drop the gradients that DeepSpeed kept over steps, since they belong to another rank. A
+        # step that needs them warns that the version lacks them.
         if isinstance(self.adapter, ZeroAdapter):
             state["adapter"][IDLE] = []
         data = move_data(state.get("data") or {}, resize)
@@ -73,7 +77,8 @@ class LayoutChange:
 
 
 def _why_not(config: Mapping[str, Any]) -> str:
-    """Why a step at another degree would differ; "" if it would not."""
+    """Return the reason why a step at another data-parallel degree would differ; "" if there is
+    none."""
     zero = config.get("zero_optimization") or {}
     if zero.get("round_robin_gradients"):
         return "zero_optimization.round_robin_gradients distributes the parameters by the degree"
@@ -94,11 +99,13 @@ def _why_not(config: Mapping[str, Any]) -> str:
     )
 
 
-HELD = "held"  # Key in a host state: an encoded `RankContents`, or the reason why there is none
+# Key of a host state for the encoded `RankContents`, or for the reason why there is none
+HELD = "held"
 
 
 def describe_layouts(engine: Any, adapter: StateAdapter) -> bytes | str:
-    """The part :data:`HELD` of a host state.
+    """Describe the layout of this rank's tensors, for the entry :data:`HELD` of the host state. If
+    that is impossible, return the reason as a str.
 
     Never raises, because it calls code of the model, and a restart in the same layout does not need
     the result.
@@ -112,7 +119,7 @@ def describe_layouts(engine: Any, adapter: StateAdapter) -> bytes | str:
 
 
 def describe(engine: Any, adapter: StateAdapter) -> RankContents:
-    """The current contents of this rank.
+    """Return a description of this rank's current contents.
 
     Raises:
         LayoutError: the state cannot be divided by parameters.
@@ -143,14 +150,14 @@ def _kinds(
     group: int,
     named: dict[int, str],
 ) -> tuple[str, ...]:
-    """The optimizer's tensors for a group: ``master``, unless that is the parameter itself, and its
-    state."""
+    """Return the names of the optimizer's tensors for a group: ``master`` (unless the parameter is
+    its own master) and the optimizer's state tensors."""
     found = {}
     for (g, i), master in masters.items():
         if g != group:
             continue
         if not master.dim():
-            # Its optimizer state could not be distinguished from a counter.
+            # Refuse it, because its optimizer state could not be distinguished from a counter.
             raise LayoutError(
                 f"master.{g}.{i} is a single number without a dimension: give it the shape [1]"
             )
@@ -191,16 +198,17 @@ _FUSED = frozenset(
         *("gate_up_proj", "gate_up", "w13", "w12"),
     }
 )
-"""Names of parameters that hold several matrices."""
+"""Parts of the names of parameters that hold several matrices."""
 _Split = tuple[int | None, tuple[int, ...]]
-"""The dimension that tensor slices share (None if unknown), and the lengths along it of a slice's
-consecutive matrices (empty if there is only one)."""
+"""The dimension along which tensor parallelism divides a parameter (None if unknown), and the
+lengths of a slice's consecutive matrices along this dimension (empty if there is only one
+matrix)."""
 
 
 def find_splits(module: torch.nn.Module) -> dict[str, _Split]:
-    """Determine how tensor slices share each parameter.
+    """Determine how each parameter is divided among tensor-parallel slices.
 
-    The attribute ``partition_blocks`` of a parameter declares its matrices.
+    A parameter's attribute ``partition_blocks`` declares the matrices that the parameter holds.
     """
     shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
     several = _several_matrices(module)
@@ -216,8 +224,8 @@ def find_splits(module: torch.nn.Module) -> dict[str, _Split]:
                 return _cut(dimension, shapes[name], matrices.get(dimension))
         if _is_gated(name, shapes):
             return _cut(dimension, shapes[name], 2)
-        # Some programs interleave the matrices by head, others store them consecutively. A wrong
-        # guess would mix them.
+        # Some programs interleave the matrices by attention head, others store them consecutively.
+        # A wrong guess would mix the matrices, so the split counts as unknown.
         return (dimension, ()) if _FUSED.isdisjoint(name.split(".")) else (None, ())
 
     return {name: split_of(name, p) for name, p in module.named_parameters()}
@@ -229,10 +237,10 @@ def _cut(
     """Compute the lengths of the matrices in one slice.
 
     Args:
-        dimension: dimension that the slices share.
+        dimension: dimension along which the parameter is divided.
         shape: shape of the slice.
         matrices: number of equal matrices, or their lengths over all slices.
-        slices: number of slices; 0 derives it from the lengths.
+        slices: number of slices; 0 to derive the number from the lengths.
     """
     length = shape[dimension]
     if isinstance(matrices, int):
@@ -245,8 +253,8 @@ def _cut(
 
 
 def _several_matrices(module: Any) -> list[tuple[str, dict[int, Any]]]:
-    """Parameters with several matrices, as a model declares them to DeepSpeed's universal
-    checkpoints.
+    """Return the parameters with several matrices, as a model declares them for DeepSpeed's
+    universal checkpoints.
 
     Returns:
         Pairs of a pattern of names and, by dimension, the number of equal matrices or their lengths
@@ -266,16 +274,16 @@ def _several_matrices(module: Any) -> list[tuple[str, dict[int, Any]]]:
 
 def _universal_info(module: Any) -> Mapping[str, Any]:
     info = getattr(module, "universal_checkpoint_info", None)
-    # It is a method in Megatron-DeepSpeed, and an attribute in DeepSpeed
+    # A method in Megatron-DeepSpeed, an attribute in DeepSpeed
     info = info() if callable(info) else info
     return info if isinstance(info, Mapping) else {}
 
 
 def same_on_stages(module: Any) -> set[str]:
-    """Names of parameters that are equal on all stages that have them.
+    """Return the names of parameters that are equal on all stages that have them.
 
-    These are tied weights, whose gradients DeepSpeed adds, and parameters for which the model
-    declares that the first stage's copy counts.
+    They are tied weights, whose gradients DeepSpeed adds, and parameters of which, as the model
+    declares, the first stage holds the authoritative copy.
     """
     tied = set()
     modules = getattr(module, "tied_modules", {})
@@ -293,8 +301,8 @@ def same_on_stages(module: Any) -> set[str]:
 
 
 def check_stages(module: Any, old: RankLayout, new: RankLayout, at: Coordinate) -> None:
-    """Require that parameters of several old stages were equal there, if other stages have them
-    now.
+    """Check that a parameter which several old stages had was equal on all of them, if other stages
+    have the parameter now.
 
     Raises:
         LayoutError: a parameter of the new rank ``at`` differed between old stages.
@@ -314,11 +322,11 @@ def check_stages(module: Any, old: RankLayout, new: RankLayout, at: Coordinate) 
 
 
 def _is_gated(name: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    """Whether a parameter belongs to a gated MLP.
+    """Return whether a parameter belongs to a gated MLP.
 
-    Each slice then holds its part of the gate, followed by its part of the gated input, in one
-    parameter whose ``partition_stride`` Megatron leaves at 1. The parameter is recognised because
-    it is twice as long as the input of the next matrix.
+    Each slice then holds its part of the gate and then its part of the gated input. Megatron does
+    not mark this (``partition_stride`` stays 1), so detect it by size: the output is twice the
+    input of the next matrix.
     """
     for first, second in _MLPS:
         head, found, _ = name.rpartition(f"{first}.")
@@ -333,7 +341,8 @@ _MLPS = (("dense_h_to_4h", "dense_4h_to_h"), ("linear_fc1", "linear_fc2"))
 
 
 def _split(parameter: torch.Tensor) -> int | None:
-    """The dimension that tensor slices share, from Megatron's attributes; None if unknown."""
+    """Return the dimension along which tensor parallelism divides a parameter, from Megatron's
+    attributes; None if unknown."""
     dimension = getattr(parameter, "partition_dim", None)
     if not isinstance(dimension, int) or getattr(parameter, "partition_stride", 1) != 1:
         return None
@@ -341,7 +350,7 @@ def _split(parameter: torch.Tensor) -> int | None:
 
 
 def live_tensors(engine: Any, adapter: StateAdapter) -> dict[str, torch.Tensor]:
-    """This rank's tensors as flat views, by their names in a plan.
+    """Return this rank's tensors as flat views, by their names in a plan.
 
     Raises:
         LayoutError: a tensor is not contiguous.

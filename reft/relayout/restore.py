@@ -1,4 +1,5 @@
-"""Restores a version that a job of another layout wrote into a DeepSpeed engine."""
+"""Restores into a DeepSpeed engine a version that was written by a job with another layout (other
+parallel degrees)."""
 
 from __future__ import annotations
 
@@ -50,15 +51,16 @@ _T = TypeVar("_T")
 
 
 def other_layout(control: ControlGroup, topology: Topology, checkpoint: Path) -> Degrees | None:
-    """The layout that a checkpoint was written in; None if that is this job's. Collective."""
+    """Return the parallel degrees with which a checkpoint was written; None if they are those of
+    this job. Collective."""
     found = read_degrees(checkpoint) if control.rank == 0 else None
     message = encode(None if found is None else [found.pp, found.dp, found.tp])
     reply = decode(control.gather_bytes(message)[0])
     was = None if reply is None else Degrees(*reply)
     if was is None or was == topology.degrees:
         return None
-    # If every node keeps only the files of its own ranks, rank 0 sees a part of them. This is
-    # detected if any rank finds its own file outside of the layout that rank 0 has seen.
+    # If every node keeps only the files of its own ranks, rank 0 sees a part of the files. A rank
+    # whose own file lies outside of the layout that rank 0 has seen detects this.
     at = topology.coordinates[control.rank]
     outside = at.pp >= was.pp or at.dp >= was.dp or at.tp >= was.tp
     has_own = outside and host_file(checkpoint, at).is_file()
@@ -66,7 +68,7 @@ def other_layout(control: ControlGroup, topology: Topology, checkpoint: Path) ->
 
 
 class Relayout:
-    """Prepares an engine for a version of another layout. All methods are collective.
+    """Prepares an engine to receive a version of another layout. All methods are collective.
 
     Args:
         control: messages between the ranks.
@@ -90,7 +92,8 @@ class Relayout:
         self._was = source.degrees
 
     def prepare(self) -> dict[str, Any]:
-        """Give the engine's state the shape that it has in this job, and locate its bytes.
+        """Create the engine's state in the form that it has in this job, and locate the state's
+        bytes in the version.
 
         Returns:
             The host state, as this rank has it now. Data position and client state are left to the
@@ -127,13 +130,13 @@ class Relayout:
             live[zeros.target][zeros.at : zeros.at + zeros.numel] = 0
 
     def _prepare_replica(self, source: ArenaSource) -> dict[str, Any]:
-        """:meth:`prepare` if only the number of replicas differs."""
+        """Do :meth:`prepare` if only the number of replicas differs."""
         adapter, at = self._change.adapter, self._at
         resize = Resize(self._was.dp, self._topology.degrees.dp)
         blob = source.blob(replace(at, dp=resize.host_from(at.dp)))
         self._change.convert(blob.state, resize, is_new=resize.is_new(at.dp))
         state, manifest = blob.state["adapter"], blob.manifest
-        if not state.get(IDLE):  # then kept gradients stay with the old ranks
+        if not state.get(IDLE):  # No gradients that DeepSpeed kept are restored
             gradients = (GRADIENT, MASTER_GRADIENT)
             owned = tuple(s for s in manifest.owned if not s.name.startswith(gradients))
             manifest = Manifest(manifest.replicated, owned)
@@ -151,8 +154,7 @@ class Relayout:
         return blob.state
 
     def _read(self) -> tuple[RankLayout, dict[str, Any]]:
-        """The contents of the old job's ranks, and the host state with which this rank
-        continues."""
+        """Return the layout of the old job, and the host state with which this rank continues."""
         held = {}
         for pp, tp in product(range(self._was.pp), range(self._was.tp)):
             state = self._source.host_state(Coordinate(pp, 0, tp))
@@ -173,7 +175,7 @@ class Relayout:
         return RankLayout(self._was, held), state
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """The buffers of this rank's module, from the stages that had them."""
+        """Return the buffers of this rank's module, as the old stages that had them saved them."""
         wanted = {name for name, _ in self._change.engine.module.named_buffers()}
         found: dict[str, torch.Tensor] = {}
         for pp in range(self._was.pp):
@@ -194,7 +196,8 @@ class Relayout:
     def _check_slices(self, pp: int, names: Iterable[str]) -> None:
         """Refuse buffers of a stage that differ between its tensor slices.
 
-        The slices of the first replica are compared, whose host states every rank has.
+        Only the slices of the first replica are compared, because every rank has the host states of
+        that replica.
         """
         slices = [Coordinate(pp, 0, tp) for tp in range(self._was.tp)]
         first, *others = (self._source.host_state(at)["buffers"] for at in slices)
@@ -204,14 +207,12 @@ class Relayout:
 
     @property
     def _resliced(self) -> bool:
-        """Whether the number of tensor slices differs."""
+        """Whether the number of tensor-parallel slices differs."""
         return self._was.tp != self._topology.degrees.tp
 
     def check_live_buffers(self) -> None:
-        """Refuse buffers that differ between this job's tensor slices. Collective.
-
-        Their content would depend on the number of slices.
-        """
+        """Refuse buffers that differ between this job's tensor-parallel slices, because their
+        content would depend on the number of slices. Collective."""
         if not self._resliced:
             return
         buffers = self._change.engine.module.named_buffers()
@@ -239,8 +240,8 @@ class Relayout:
             )
 
     def _describe(self, old: RankLayout) -> RankContents:
-        """Future contents of this rank. The kinds of optimizer state are taken from the old job,
-        because this job's optimizer has no state before its first step."""
+        """Describe the contents that this rank will have. The kinds of optimizer state are taken
+        from the old job, because this job's optimizer has no state before its first step."""
         held = describe(self._change.engine, self._change.adapter)
         kinds = next(iter(old.held.values())).kinds
         if len(kinds) != len(held.groups):
@@ -257,7 +258,7 @@ def describe_images(manifest: Manifest, partitions: Partitions, replicas: int) -
 
     Args:
         manifest: tensors of the images.
-        partitions: what the partitioned tensors have parts of.
+        partitions: the units of which the partitioned tensors hold parts.
         replicas: the data-parallel degree.
     """
     shapes = {spec.name: spec.shape for spec in (*manifest.replicated, *manifest.owned)}
@@ -269,7 +270,8 @@ def describe_images(manifest: Manifest, partitions: Partitions, replicas: int) -
         if kind == "optimizer":
             group, position, kind = rest.split(".", 2)
             of = f"{MASTER}.{group}.{position}"
-        # State of another shape than its master has no parts: every replica has it.
+        # A state tensor whose shape differs from its master's is not partitioned: every replica has
+        # all of it.
         if of not in partitions or shape != shapes[of]:
             whole[name] = prod(shape)
             continue
@@ -283,14 +285,15 @@ def describe_images(manifest: Manifest, partitions: Partitions, replicas: int) -
 
 
 def compute_digests(buffers: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
-    """Digests for comparing buffers of different ranks."""
+    """Return a digest of each buffer, to compare buffers of different ranks."""
     return {
         name: hashlib.blake2b(encode(b), digest_size=16).digest() for name, b in buffers.items()
     }
 
 
 def on_all(control: ControlGroup, act: Callable[[], _T]) -> _T:
-    """Run ``act`` on all ranks; if it fails on one, raise on all of them (P6). Collective."""
+    """Run ``act`` on all ranks; if it fails on one rank, raise an error on all of them (P6).
+    Collective."""
     own: Exception | None = None
     try:
         result = act()
@@ -315,7 +318,8 @@ def restore_checkpoint(
     *,
     restore: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:
-    """Write model, optimizer and counters of DeepSpeed's files into the engine. Collective.
+    """Restore model, optimizer and counters from DeepSpeed's checkpoint files into the engine.
+    Collective.
 
     Args:
         control: messages between the ranks.
@@ -323,7 +327,7 @@ def restore_checkpoint(
         change: adapts the version to the engine.
         checkpoint: directory of DeepSpeed's files.
         was: layout of the job that wrote them.
-        restore: passes the host state to the engine after its tensors were written.
+        restore: function that restores the host state, called after the tensors were written.
 
     Returns:
         The host state, as this rank has it now. Data position and client state are left to the
@@ -351,8 +355,8 @@ def read_replica_host_state(
 ) -> dict[str, Any]:
     """Read the host state that this rank restores in addition to DeepSpeed's files. Collective.
 
-    A replica restores the state of the old replica with its index. If there was none, it restores
-    another replica's state, with the random states of a new start.
+    A replica restores the state of the old replica with the same index. If there was none, the
+    replica restores another one's state, but keeps the random states of its own start.
     """
     at, resize = topology.coordinates[control.rank], Resize(was.dp, topology.degrees.dp)
     source = CheckpointSource(checkpoint, was)

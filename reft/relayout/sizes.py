@@ -1,4 +1,4 @@
-"""Chooses the number of nodes with which a job trains, and the nodes themselves. Pure."""
+"""Chooses the number of nodes with which a job trains, and the nodes that train. Pure."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _MOST_TRIES = 500  # Largest number of selections that are tried
 class Sizes:
     """Numbers of nodes with which the job can train, and the placement of its newest version.
 
-    The launcher of the first node records it with the newest version. A round uses the largest
-    possible number of nodes; the other nodes wait as spares. The chosen nodes must be able to
-    recover the version from their memory.
+    The launcher of the first node records this object with the newest version. A round (a start of
+    the trainers on a chosen set of nodes) uses the largest possible number of nodes; the other
+    nodes wait as spares. The chosen nodes must be able to recover the version from their memory.
 
     Attributes:
-        fitting: possible numbers, from the newest version; empty before the first version, when any
-            number may be possible.
-        refused: numbers at which trainers refused to start.
+        fitting: possible numbers of nodes, derived from the newest version; empty before the first
+            version, when any number may be possible.
+        refused: numbers of nodes at which trainers refused to start.
         scheme: protection of the newest version, such as ``arc:2+aec``; "" if unknown.
-        members: nodes that hold it, by group rank.
+        members: nodes that hold the newest version, by group rank.
         domains: number of the failure domain of each member.
         groups: for each distinct sharding group, the group ranks of its members' nodes.
     """
@@ -40,7 +40,7 @@ class Sizes:
     groups: tuple[tuple[int, ...], ...] = ()
 
     def of(self, least: int, most: int) -> tuple[int, ...]:
-        """Possible numbers between two bounds, as far as is known."""
+        """Return the numbers of nodes between two bounds that are not known to be impossible."""
         return tuple(
             n
             for n in range(least, most + 1)
@@ -48,11 +48,13 @@ class Sizes:
         )
 
     def largest(self, there: int, least: int, most: int) -> int:
-        """The largest possible number if ``there`` nodes are present; 0 if none is possible."""
+        """Return the largest possible number of nodes if ``there`` nodes are present; 0 if no
+        number is possible."""
         return max(self.of(least, min(most, there)), default=0)
 
     def refusing(self, nodes: int) -> Sizes:
-        """A copy that records that trainers refused to start on this number of nodes."""
+        """Return a copy that records that trainers refused to start on the given number of
+        nodes."""
         return replace(self, refused=tuple(sorted({*self.refused, nodes})))
 
     def staying(self, there: Sequence[str], least: int, most: int) -> frozenset[str] | None:
@@ -64,8 +66,8 @@ class Sizes:
             most: largest number of nodes.
 
         Returns:
-            None if no number is possible, or if all present nodes together can recover the newest
-            version but no smaller selection can.
+            The selected nodes. None if no number is possible, or if all present nodes together can
+            recover the newest version but no possible selection of them can.
         """
         number = self.largest(len(there), least, most)
         if not number:
@@ -81,15 +83,15 @@ class Sizes:
         return frozenset(self.members[rank] for rank in (choices[0] if kept is None else kept))
 
     def leaving(self, number: int, first: Collection[int] = ()) -> tuple[int, ...]:
-        """Select nodes that may leave together, if no other node is lost.
+        """Select nodes that may leave at the same time if no other node is lost.
 
         Args:
             number: number of nodes that leave.
             first: group ranks that are preferred.
 
         Returns:
-            Their group ranks, highest first, such that the remaining nodes can recover the version;
-            empty if none are known.
+            Group ranks of the leaving nodes, highest first. The remaining nodes can recover the
+            version. Empty if no such selection is known.
         """
         everyone = frozenset(range(len(self.members)))
         stay, size = sorted(everyone - set(first)), len(everyone) - number
@@ -101,13 +103,14 @@ class Sizes:
         return ()
 
     def tolerance(self) -> int | None:
-        """Number of arbitrary node losses that the version survives; None if unknown."""
+        """Number of lost nodes, whichever they are, that the version survives; None if unknown."""
         with suppress(ReftError):
             return min((self._tolerance(group, ()) for group in self.groups), default=None)
         return None
 
     def _choices(self, old: list[int], number: int) -> Iterator[set[int]]:
-        """Selections of ``number`` of these group ranks: complete replicas first, lowest first."""
+        """Yield selections of ``number`` of the given group ranks: first those of complete
+        replicas, beginning with the lowest."""
         whole = [path for path in self._paths() if path <= set(old)]
         if sum(map(len, whole)) < number:
             kept: set[int] = set().union(*whole)
@@ -119,7 +122,7 @@ class Sizes:
         yield from map(set, combinations(old, number))
 
     def _paths(self) -> list[set[int]]:
-        """Nodes of each replica; replicas that share a node are merged."""
+        """Return the nodes of each replica. Replicas that share a node are merged."""
         found: list[set[int]] = []
         for ranks in map(set, zip(*self.groups, strict=True)):
             shared = [path for path in found if path & ranks]
@@ -127,7 +130,7 @@ class Sizes:
         return sorted(found, key=min)
 
     def _recovers(self, kept: frozenset[int], *, unless_known: bool = True) -> bool:
-        """Whether the memory of these nodes suffices for recovery."""
+        """Return whether the memory of the given nodes suffices to recover the version."""
         if not self.scheme or not self.groups:
             return unless_known
         try:
@@ -145,8 +148,8 @@ class Sizes:
 
 
 def _shorten_sizes(paths: list[set[int]], number: int) -> Iterator[Iterable[set[int]]]:
-    """Selections of replicas with ``number`` nodes in total: the lowest, then distant ones, then
-    all others."""
+    """Yield selections of replicas with ``number`` nodes in total: first the lowest replicas, then
+    replicas at equal distances, then all other selections."""
     each = {len(path) for path in paths}
     if len(each) != 1 or number % (one := each.pop()):
         return

@@ -1,5 +1,5 @@
-"""The arenas of one rank (files in shared memory, one for each slot), the version that is being
-written into one of them, and the exchange of the version's bytes with ring peers.
+"""The arenas of one rank (files in shared memory, one for each slot), the writer of the version in
+progress, and the exchange of that version's bytes with ring peers.
 
 :class:`ArenaSet` owns the files and chooses the slot of the next version. :class:`ArenaWriter`
 writes the bytes of that version and collects their checksums. :class:`RingExchange` sends this
@@ -61,9 +61,9 @@ class ArenaWriter:
     scanned: dict[PlacedBlock, Ranges] = field(default_factory=dict)
     # Blocks that contain a NaN or an infinity
     not_finite: set[PlacedBlock] = field(default_factory=set)
-    # Checksums of blocks whose bytes the arena still holds from the version that was in this slot
-    # before, and that are expected to be the same in this version. An entry is deleted before its
-    # block is written.
+    # Checksums of blocks whose bytes are still in the arena from the version that was in this slot
+    # before, and are expected to be equal in the new version. An entry is deleted before its block
+    # is written.
     held: dict[PlacedBlock, int] = field(default_factory=dict)
     # Pending calls that hash blocks from a device, on other threads
     hashing: list[Future[None]] = field(default_factory=list)
@@ -76,8 +76,8 @@ class ArenaWriter:
         return self.layout.mine.local
 
     def peer_blocks(self, member: int) -> list[PlacedBlock]:
-        """Return the blocks that only ``member`` can provide: owned blocks, then host blocks, in
-        plan order."""
+        """Return the blocks of which only ``member`` has the bytes: owned blocks, then host blocks,
+        in plan order."""
         plan = self.layout.plan.members[self.layout.member]
         source = plan.own if member == self.layout.member else plan.redundant
         return [
@@ -126,7 +126,7 @@ class ArenaWriter:
         own = self.layout.mine.own
         for placed in (b for b in own if b.key.section is Section.CHECKSUMS):
             # Checksums of this member's own shard. A peer that decodes the shard from parity
-            # compares the result with these checksums (P5).
+            # compares it with these checksums, to detect a wrong result (P5).
             data = pack_checksums(
                 self.checksums[b] for b in own if b.key.section is Section.REPLICATED
             )
@@ -137,8 +137,8 @@ class ArenaWriter:
     # -- exchange with ring peers ------------------------------------------------------------------
 
     def own_facts(self) -> torch.Tensor:
-        """Return the *facts* that ring peers receive before the bytes: the length of the host
-        state, and checksums.
+        """Return the *facts* about this rank's blocks, which ring peers receive before the bytes:
+        the length of the host state, and checksums.
 
         Returns:
             1-D int64: the length of the host blob in bytes, then one checksum for each block
@@ -186,7 +186,7 @@ class ArenaWriter:
         return [b for b in blocks if b.key.section is not Section.OWNED or not is_there(b)]
 
     def selection(self, blocks: Sequence[PlacedBlock]) -> list[torch.Tensor]:
-        """Return the bytes of each block, 1-D uint8; empty blocks are left out."""
+        """Return the bytes of each given block, 1-D uint8; empty blocks are left out."""
         return [t for b in blocks if (t := self.tensor(b)).numel()]
 
     def partition(self, member: int) -> torch.Tensor:
@@ -262,7 +262,7 @@ class RingExchange:
 
     def facts(self, writer: ArenaWriter) -> None:
         """Send this rank's lengths and checksums to its ring predecessors, and receive those of
-        its successors. Collective in the group.
+        its successors. Collective in the sharding group.
 
         Raises:
             TransferError: the connection to a peer is lost, or a peer announced a length that
@@ -282,7 +282,7 @@ class RingExchange:
 
     def blocks(self, writer: ArenaWriter) -> list[PlacedBlock]:
         """Send to the ring predecessors the blocks of this rank that they lack, and receive from
-        the successors those that this rank lacks. Collective in the group.
+        the successors those that this rank lacks. Collective in the sharding group.
 
         Returns:
             The received blocks, which :meth:`ArenaWriter.check_received` has yet to compare with
@@ -321,8 +321,8 @@ class RingExchange:
         return [*chain.from_iterable(lacking.values())]
 
     def confirm(self, writer: ArenaWriter, *, is_true: bool) -> tuple[int, ...]:
-        """Tell the members that store this rank's bytes whether the bytes are valid. Collective
-        in the group.
+        """Tell the members that store this rank's bytes whether these bytes are valid. Collective
+        in the sharding group.
 
         Args:
             is_true: True if the bytes are the state of the version's step.
@@ -362,7 +362,7 @@ class RingExchange:
 def count_sent(
     writer: ArenaWriter, topology: Topology, rank: int, to_rank: int, sent: Counter[ByteKind]
 ) -> None:
-    """Add ``sent`` to the version's network traffic if the receiver is on another node."""
+    """Add ``sent`` to the version's network traffic, unless the receiver is on the same node."""
     if topology.nodes[to_rank] != topology.nodes[rank]:
         writer.traffic.sent.update(sent)
 
@@ -380,8 +380,8 @@ class ArenaSet:
         job_id: id of the job, which is written into every header.
         topology: nodes and coordinates of all ranks.
         rank: the rank that owns the arenas.
-        frozen: slots that hold the version being recovered, by number. They are not written
-            until a newer version is committed globally (P3).
+        frozen: for each slot that holds a part of the version being recovered, the version's id.
+            These slots are not written until a newer version is committed globally (P3).
         limit_bytes: limit on the total size of this rank's arenas; None for no limit but free
             memory.
         engine: copy engine that copies into the arenas; each arena is registered with the engine
@@ -406,24 +406,26 @@ class ArenaSet:
         self._engine = engine
         self._remake = remake
         self.pin_secs = _PIN_SECS
-        """Longest time in seconds that a required version waits for readers of a slot; other
-        versions do not wait."""
+        """Longest time in seconds that a required version (one that is never cancelled) waits for
+        readers of a slot; other versions do not wait."""
         self.limit_bytes = limit_bytes
         self._leftovers_removed = False
         self._arenas: dict[int, Arena] = {}
         self.slots = Slots.make(files.count, self._with_room(frozen))
-        """State of each slot. The snapshot worker replaces this value after every event."""
+        """State of each slot, as in :class:`~reft.snapshot.version.Slots`. The snapshot worker
+        assigns a new value after every event."""
         self._wanted = files.count
         self._unused: frozenset[int] = frozenset()
         self._contents = WeakKeyDictionary[Arena, tuple[GroupLayout, Mapping[PlacedBlock, int]]]()
         """For each arena into which no version is being written, its layout and the checksums of
         the blocks that it holds."""
         self._newest: Mapping[PlacedBlock, int] = {}
-        """Checksums of all blocks of the newest committed version."""
-        self._random = random.Random()  # Not the generators of torch or Python, which training uses
+        """Checksums of all blocks of the newest committed version, by block."""
+        # A separate generator: training uses those of torch and Python
+        self._random = random.Random()
         self._refusals = Backoff(1, _MAX_BACKOFF_VERSIONS)
         self._skip_versions = 0
-        # Whether memory has to be reserved after the next commit, which may take seconds
+        # Whether memory has to be reserved after the next commit. Reserving may take seconds
         self.needs_reserving = False
 
     def begin(
@@ -435,12 +437,12 @@ class ArenaSet:
             label: the version to be written.
             layout: layout of the version.
             wait: True to wait up to :attr:`pin_secs` seconds for readers of a slot.
-            taken: called with the number of the slot before its content is overwritten.
+            taken: called with the number of the chosen slot before its content is overwritten.
 
         Raises:
             ArenaError: every slot is in use.
-            OutOfMemoryError: there is no memory for the arena; the next versions do not try
-                again.
+            OutOfMemoryError: there is no memory for the arena; a number of the next versions then
+                do not try to allocate it.
         """
         if self._skip_versions and not wait:
             self._skip_versions -= 1
@@ -471,13 +473,14 @@ class ArenaSet:
         return ArenaWriter(slot, arena, layout, label, data, held=held)
 
     def _unchanged(self, arena: Arena, layout: GroupLayout) -> dict[PlacedBlock, int]:
-        """Return the checksums of those blocks in an arena that are the same in the newest
-        version. Such a block is expected not to have changed since, like the weights that a LoRA
-        adapter leaves frozen. It is compared, and copied and sent only if it differs."""
+        """Return the checksums of those blocks in an arena that are equal to those of the newest
+        committed version. The live bytes of such a block have probably not changed since (as with
+        weights that LoRA training leaves frozen), so they are compared with the checksum, and
+        copied and sent only if they differ."""
         known, checksums = self._contents.pop(arena, (layout, {}))
         if known is not layout:
             return {}
-        # If peers' partitions are recomputed, they are overwritten in the arena.
+        # Recomputing a peer's partition overwrites it in the arena, so keep no checksums of it.
         sections = {Section.REPLICATED}
         if not layout.plan.sizes.recomputed:
             sections.add(Section.OWNED)
@@ -488,7 +491,7 @@ class ArenaSet:
         }
         if held:
             # Bytes that are not written for a long time could be damaged without notice, so read
-            # one block.
+            # one block of each version and compare its checksum.
             placed = self._random.choice([*held])
             begin = placed.arena_offset
             if checksum(arena.data[begin : begin + placed.block.nbytes]) != held[placed]:
@@ -503,11 +506,12 @@ class ArenaSet:
         return self._topology.coordinates[self._rank]
 
     def _with_room(self, frozen: Mapping[int, VersionId]) -> dict[int, VersionId]:
-        """Return the frozen slots, without one of this rank's if otherwise none were left for
-        the next version.
+        """Return the frozen slots. If every slot of this rank is frozen, leave one out, so that the
+        next version has a slot.
 
-        All slots can be frozen if the files of two ranks were exchanged. Then one file is
-        renamed and kept until the next commit, preferably one with another rank's bytes.
+        All slots can be frozen if the files of two ranks were exchanged. The file of the slot that
+        is left out, preferably one with another rank's bytes, is renamed and kept until the next
+        commit.
         """
         kept = dict(frozen)
         mine = [slot for slot in kept if slot < self._files.count]
@@ -532,11 +536,12 @@ class ArenaSet:
     # -- files that were removed or replaced from outside ------------------------------------------
 
     def look_after(self) -> bool:
-        """Check whether arena files were removed or replaced since the last version, and forget
-        these arenas (P3). The next use of such a slot creates its file again.
+        """Forget every arena whose file was removed or replaced since the last version (P3). When
+        its slot is next used, the file is created again.
 
         Returns:
-            True if an arena was lost. Then the caller must release all mappings of arenas.
+            True if a file was removed or replaced. Then the caller must release all mappings of
+            arenas.
         """
         lost = {
             slot: cause
@@ -567,7 +572,7 @@ class ArenaSet:
         self._forget(arena)
         arena.unlock()
         self.needs_reserving = True
-        # Another rank's file that was moved to this name may be the only copy of that rank's
+        # If another rank's file was moved to this path, it may be the only copy of that rank's
         # bytes.
         found = self._files.coordinate_in(arena.path)
         if found not in (None, self._coordinate):
@@ -576,12 +581,13 @@ class ArenaSet:
             self._leftovers_removed = False
 
     def reserve(self, layout: GroupLayout) -> str | None:
-        """Allocate and touch the memory of every slot that may be written now, so that taking a
-        version does not have to (P9). Memory of an older layout in these slots is freed.
+        """Allocate and touch the memory of every slot that may be written now, so that no time is
+        spent on it while a version is taken (P9). Memory of an older layout in these slots is
+        freed.
 
         Returns:
-            The reason why a slot could not be reserved; None if all were. The error will be
-            raised when a version needs the slot.
+            The reason why a slot could not be reserved; None if all were. An error is not raised
+            here, but when a version needs the slot.
         """
         tried: list[int] = []
         pinned = False
@@ -620,12 +626,12 @@ class ArenaSet:
             if arena is not None:
                 self._forget(arena)
                 arena.unlock()
-            with suppress(OSError):  # If the file cannot be removed, its memory stays in use
+            with suppress(OSError):  # A file that cannot be removed only keeps its memory in use
                 self._files.path(slot).unlink(missing_ok=True)
 
     def reserve_rest(self, layout: GroupLayout) -> None:
-        """Reserve the slots that held a version of an older layout or incarnation. Called after
-        a commit."""
+        """Reserve the slots that held a version of an older layout or incarnation, which the newest
+        commit allows to be overwritten."""
         if self.needs_reserving:
             self.use(self._wanted)
             self.reserve(layout)
@@ -639,7 +645,7 @@ class ArenaSet:
         return self._files.count - len(self._unused)
 
     def needed_bytes(self, layout: GroupLayout, count: int) -> int:
-        """Return the number of bytes that ``count`` arenas need with a layout."""
+        """Return the total number of bytes of ``count`` arenas with the given layout."""
         return count * reserved_bytes(layout.mine.data_bytes, len(layout.mine.blocks))
 
     def held_bytes(self) -> int:
@@ -651,9 +657,9 @@ class ArenaSet:
         return free_bytes(self._files.job_dir)
 
     def commit(self, writer: ArenaWriter) -> None:
-        """Record that all ranks have sealed the version.
+        """Record a version as committed, since all ranks have sealed it.
 
-        The version is committed even if this record cannot be written.
+        The version counts as committed even if its arena's header cannot be written.
         """
         try:
             writer.arena.commit()
@@ -670,8 +676,9 @@ class ArenaSet:
         self._contents[writer.arena] = writer.layout, writer.checksums
 
     def abort(self, writer: ArenaWriter) -> None:
-        """Free the slot of a version that is not committed. A sealed arena stays readable until
-        the slot is written again: a recovery may use it if every member's bytes exist."""
+        """Free the slot of a version that is not committed. If its arena was sealed, it stays
+        readable until the slot is written again: a recovery may use the version if the bytes of
+        every member exist."""
         # Wait, because a hashing thread could otherwise read the next version's bytes from this
         # slot.
         wait(writer.hashing)

@@ -1,7 +1,7 @@
-"""Copies the chunks of one version into its arena when the gate admits them, and hashes them in
-the same pass. Chunks that cannot be copied before the fence (the point where the next optimizer
-step writes) are copied within the device (*staged*) and from there to the host later
-(*drained*)."""
+"""Copies the chunks of one version into the version's arena, each when the gate (which lets copies
+run) admits it, and hashes them while copying. Chunks that cannot be copied before the fence (the
+point where the next optimizer step writes) are copied within the device (*staged*) and from there
+to the host later (*drained*)."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class ParityEncoder:
     Args:
         image: live tensors of the replicated section.
         blocks: every replicated block of the group, by key.
-        chunk_bytes: bytes to read for a chunk, from all sources together.
+        chunk_bytes: number of bytes to read for one chunk, the total of all sources.
     """
 
     def __init__(
@@ -102,9 +102,8 @@ class ParityEncoder:
             yield at, stop, partial(self._encode, row, ranges, target[at:stop])
 
     def _room(self, number: int, nbytes: int) -> torch.Tensor:
-        """Return the scratch memory into which the source with index ``number`` is gathered, or
-        for -1 that of the result. All chunks share this memory, since they are encoded one at a
-        time."""
+        """Return the scratch memory of the source with index ``number``, or of the result if
+        ``number`` is -1. All chunks share this memory, since they are encoded one at a time."""
         scratch = self._scratch.get(number)
         if scratch is None or len(scratch) < nbytes:
             scratch = self._scratch[number] = self._memory(self._most_bytes)
@@ -152,16 +151,17 @@ class Chunk:
 
     placed: PlacedBlock  # Block to which the chunk belongs
     kind: ByteKind  # Kind of state by which the chunk's bytes are counted
-    # Pairs of source and target; several if the chunk covers more than one tensor
+    # Pairs of source and target; more than one pair if the chunk covers several tensors
     pieces: CheckedPieces
-    # The chunk's bytes in the arena, with padding, as a range to be hashed without a copy
+    # The chunk's bytes in the arena, including padding, as a range that is hashed without being
+    # copied
     stored: Range
     last: bool  # Whether this is the last chunk of its block
     # For parities: function that encodes the chunk and returns the pieces to copy; otherwise
     # None
     encode: Encode | None = None
-    # For sources in host memory: all chunks of the block, as ranges to be copied and hashed;
-    # otherwise None
+    # For sources in host memory, all chunks of the block, as ranges that one call copies and
+    # hashes; otherwise None
     cut: CutRanges | None = None
     number: int = 0  # Index of this chunk among the chunks in ``cut``
 
@@ -175,8 +175,8 @@ class Chunk:
 
 
 def cut_chunks(images: LiveImages, writer: ArenaWriter, chunk_bytes: int) -> tuple[Chunk, ...]:
-    """Divide the blocks that are copied from this rank's own device into chunks, and zero the
-    arena's padding.
+    """Divide the blocks that are copied from this rank's own device into chunks, and write zeros to
+    the arena's padding.
 
     Args:
         images: live tensors.
@@ -203,11 +203,12 @@ def _cut_parity(images: LiveImages, writer: ArenaWriter, chunk_bytes: int) -> It
 
 
 def _find_image(images: LiveImages, placed: PlacedBlock) -> SectionImage | None:
-    """Return the image that a block is copied from; None if its bytes are encoded or received."""
+    """Return the image (the live tensors of a section) from which a block is copied; None if the
+    block is encoded or received."""
     section = placed.key.section
     if section is Section.GRADIENTS:
-        # No gradients were captured yet for a peer whose partition this rank has just begun to
-        # store.
+        # None if this rank has just begun to store the peer's partition, and has captured no
+        # gradients for it yet.
         return images.gradients.get(placed.key.member)
     return {Section.REPLICATED: images.replicated, Section.OWNED: images.owned}.get(section)
 
@@ -272,7 +273,7 @@ _COPIED_AS_IT_IS = frozenset({Section.REPLICATED, Section.OWNED})
 
 
 def shortened(names: Iterable[str]) -> str:
-    """Return text with the first three names and the number of the others."""
+    """Return the first three names and the number of the others, as text for a message."""
     found = [*dict.fromkeys(names)]
     return ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
 
@@ -289,8 +290,9 @@ class StagedChunk:
 
 _KEPT_CHUNKS = 2**16
 _BATCH_BYTES = 32 * 2**20
-"""Largest number of bytes that are queued on a device and timed together: a millisecond of the
-link. The time of a larger batch would mix the rates inside and outside of a window."""
+"""Largest number of bytes that are queued on a device and timed together: a millisecond of the host
+link. A larger batch could be copied partly inside and partly outside of a window (an idle interval
+of the pipeline), and its time would mix two rates."""
 _Batch = Sequence[tuple[int, Chunk]]
 _Queued = list[tuple[_Batch, Permit, CopyTicket]]
 
@@ -311,7 +313,7 @@ def hashing_threads(ranks_here: int = 1) -> int:
 
 
 class Hashers:
-    """Threads that hash blocks as they arrive; hashing releases the GIL.
+    """Threads that hash the blocks copied from a device, as these arrive; hashing releases the GIL.
 
     Unlike the threads of an executor they are daemon threads: a device that hangs must not keep
     the process from ending.
@@ -354,12 +356,12 @@ class Staging(Protocol):
         """Bytes that can be staged now."""
 
     def first_fitting(self, chunks: Sequence[Chunk]) -> int:
-        """Return the smallest index ``i`` for which all of ``chunks[i:]`` fit; ``len(chunks)``
-        if not even the last chunk does.
+        """Return the smallest index ``i`` for which all of ``chunks[i:]`` fit into the staging
+        memory; ``len(chunks)`` if not even the last chunk fits.
         """
 
     def stage(self, chunks: Sequence[Chunk], first: int) -> list[StagedChunk]:
-        """Copy ``chunks[first:]`` into the staging memory, before the fence."""
+        """Copy ``chunks[first:]`` into the staging memory. Must end before the fence."""
 
 
 class Copier:
@@ -370,14 +372,15 @@ class Copier:
 
     Args:
         engine: copies the bytes.
-        chunk_bytes: size of a chunk in bytes; the engine's minimum is used if that is larger.
+        chunk_bytes: size of a chunk in bytes; if it is below the engine's minimum, the minimum is
+            used.
         staging: device memory for chunks that are not copied when training reaches the fence;
             None if training waits for these chunks.
         hashers: number of threads that hash blocks from a device; None for
             :func:`hashing_threads`.
 
     Attributes:
-        features: features that copy more of the live state after the chunks.
+        features: optional features that copy further live state after the chunks.
     """
 
     def __init__(
@@ -402,8 +405,8 @@ class Copier:
         self.staged: Sequence[StagedChunk] = ()
         """Staged chunks of the last copied version, which are still to be drained."""
         self.written: Sequence[str] = ()
-        """Names of tensors that changed while the last version was copied, found in the one
-        block that was read twice."""
+        """Names of tensors that changed while the last version was copied. Only one block is read
+        twice, so only its tensors are checked."""
         self._scratch = torch.zeros(0, dtype=torch.uint8)
         self._read_again_count = 0
         self._begun = False
@@ -417,14 +420,14 @@ class Copier:
     # -- training thread ---------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Open a version, since the state is final now. A second version of the same state needs
-        no second call."""
+        """Open a version, since the live state is final now. If two versions are taken of the same
+        state, one call is enough."""
         if not self._begun:
             self.begun = self.engine.begin()
             self._begun = True
 
     def fence(self) -> None:
-        """Close the version, so that nothing that the training thread does next changes the
+        """Close the version, so that nothing that the training thread does afterwards changes the
         copied bytes."""
         if self._begun:
             self._begun = False
@@ -468,7 +471,7 @@ class Copier:
         may_stage: Callable[[], bool] | None = None,
     ) -> list[ChunkRecord]:
         """Copy the live tensors into the arena. Chunks for which training would have to wait are
-        staged if they fit.
+        staged if they fit into the staging memory.
 
         Args:
             images: live tensors.
@@ -493,7 +496,7 @@ class Copier:
         queued: _Queued = []
         records: list[ChunkRecord] = []
         if self.engine.asynchronous:
-            # On a device, copy all blocks, whatever the arena holds
+            # On a device, copy all blocks, even those whose bytes the arena already holds
             for placed in writer.local_blocks:
                 writer.held.pop(placed, None)
 
@@ -532,9 +535,9 @@ class Copier:
     ) -> PlacedBlock | None:
         """Copy one block a second time, after all others. Each version takes the next block.
 
-        If the two copies differ, a write has happened that torch does not count, through
-        ``.data`` or by another library (P2). Returns the block; None if there is no block to
-        compare.
+        If the two copies differ, a write that torch does not count (through ``.data`` or by another
+        library) has changed the tensors during the copy (P2). Returns the block; None if there is
+        no block to compare.
         """
         own = [
             b for b in writer.local_blocks if b.block.nbytes and b.key.section in _COPIED_AS_IT_IS
@@ -547,8 +550,8 @@ class Copier:
             if len(self._scratch):
                 self.engine.unregister(self._scratch)
             self._scratch = own_pages(placed.block.nbytes)
-            # Register the scratch memory, since a copy to unregistered memory would block this
-            # thread.
+            # Register the scratch memory with the driver, since a copy to unregistered memory would
+            # block this thread.
             self.engine.register(self._scratch)
         image = _find_image(images, placed)
         assert image is not None
@@ -565,7 +568,8 @@ class Copier:
         begin, nbytes = placed.block.start_bytes, placed.block.nbytes
         if torch.equal(self._scratch[:nbytes], writer.tensor(placed)[:nbytes]):
             return ()
-        # If the arena's bytes have changed, not the tensor, they are written again
+        # The arena's bytes may have changed instead of the tensor. So copy this block again when
+        # the slot is next written
         writer.held.pop(placed, None)
         image = _find_image(images, placed)
         assert image is not None
@@ -611,7 +615,7 @@ class Copier:
         return lambda number, permit: permit.tier == 0 and number >= first and may_stage()
 
     def _copy(self, chunks: Sequence[Chunk], writer: ArenaWriter, gate: Gate) -> list[ChunkRecord]:
-        """Copy all chunks. A permit covers at most the chunks up to the end of a block."""
+        """Copy all chunks. Each permit of the gate is used for chunks of a single block."""
         records, number = [], 0
         while number < len(chunks):
             self._reach(number)
@@ -623,8 +627,8 @@ class Copier:
         return records
 
     def _admitted(self, chunks: Sequence[Chunk], first: int, permit: Permit) -> Sequence[Chunk]:
-        """Return the chunks that one permit covers: chunks of the same block, up to the next
-        fault point."""
+        """Return the chunks that are copied with one permit of the gate: chunks of one block, up to
+        the next point where a test may inject a fault."""
         stop, nbytes = first, 0
         goes_on = permit.until is not None and _at_once(chunks[first]) is not None
         most = UNLIMITED if goes_on else permit.nbytes
@@ -642,8 +646,9 @@ class Copier:
         gate: Gate,
         permit: Permit,
     ) -> tuple[ChunkRecord, int]:
-        """Copy and hash chunks of one block with one permit. A block that the arena holds already,
-        if it has not changed, is only hashed.
+        """Copy and hash chunks of one block with one permit. If the arena still holds an older
+        version's bytes of the block, the live bytes are only hashed, and copied only if they
+        differ.
 
         Returns:
             Time and size of the copy, and the number of chunks by which to advance: fewer than
@@ -654,7 +659,7 @@ class Copier:
         first, cut = chunks[0], _at_once(chunks[0])
         hashes = first.section is not Section.GRADIENTS
         copied = len(chunks)
-        if cut is None:  # The block is copied piece by piece, whatever the arena holds
+        if cut is None:  # Copied piece by piece, even if the arena already holds it
             writer.held.pop(first.placed, None)
         held = writer.held.get(first.placed)
         try:
@@ -691,15 +696,16 @@ class Copier:
         hand_over: Callable[[_Batch, Any], CopyTicket],
         stages: Callable[[int, Permit], bool],
     ) -> _Queued:
-        """Queue chunks on the device, in batches that each use one permit, until the rest is to
-        be staged. The caller waits for the copies after releasing training.
+        """Queue chunks on the device, in batches of which each uses one permit. Stops at the first
+        chunk that is to be staged. The caller waits for the copies after releasing training.
 
         Args:
             chunks: chunks with their indices.
             writer: writer of the arena.
             gate: admits the chunks.
-            hand_over: queues a batch whose copy starts no earlier than at a stamp.
-            stages: returns whether a chunk and all later ones are staged instead.
+            hand_over: queues a batch, whose copy starts no earlier than when the device reaches the
+                given stamp.
+            stages: returns whether a chunk and all later ones are staged instead of copied.
         """
         queued: _Queued = []
         batch: list[tuple[int, Chunk]] = []  # Chunks under one permit that are not queued yet
@@ -708,8 +714,8 @@ class Copier:
         def flush() -> None:
             nonlocal batch, nbytes
             if batch:
-                # The previous batch under this permit already waits for the mark, and the stream
-                # runs in order.
+                # Only the first batch under a permit has to wait for the mark (a stamp of the
+                # device's clock): the stream runs in order, so later batches follow it.
                 follows = bool(queued) and queued[-1][1] is permit
                 ticket = hand_over(batch, None if follows else permit.mark)
                 queued.append((batch, permit, ticket))
@@ -733,8 +739,8 @@ class Copier:
         return queued
 
     def _hash_later(self, batch: _Batch, ticket: CopyTicket, writer: ArenaWriter) -> None:
-        """Let other threads hash the blocks that end in a batch, once the batch has arrived.
-        Earlier batches have arrived by then, since the stream runs in order."""
+        """Let other threads hash the blocks that end in a batch, once the batch has arrived. The
+        earlier batches of these blocks have arrived by then, since the stream runs in order."""
         ended = [c.placed for _, c in batch if c.last and c.section is not Section.GRADIENTS]
         if not ended:
             return
@@ -756,8 +762,8 @@ class Copier:
 def copy_when_admitted(
     engine: CopyEngine, gate: Gate, pieces: Sequence[Piece] = (), encode: Encode | None = None
 ) -> None:
-    """Copy more pieces of the open version. An asynchronous engine queues them at once; with a
-    synchronous engine the call waits for the gate.
+    """Copy further pieces of the open version. An asynchronous engine queues them at once; with a
+    synchronous engine this function waits until the gate admits the copy.
 
     Args:
         engine: copies the pieces.
@@ -777,18 +783,19 @@ def copy_when_admitted(
 
 
 def _at_once(chunk: Chunk) -> CutRanges | None:
-    """Return all chunks of the chunk's block as ranges if one call can copy and hash them all
-    (and may stop between any two); None if chunks are copied one by one.
+    """Return the ranges of all chunks in this chunk's block, for a single call that copies and
+    hashes them and can stop after any chunk; None if they must be copied one by one.
     """
     return None if chunk.section is Section.GRADIENTS else chunk.cut
 
 
 def _next(gate: Gate, left: int) -> tuple[Permit, int]:
-    """Take the next permit.
+    """Take the next permit, with which the gate allows a number of bytes to be copied.
 
     Args:
         gate: gives the permit.
-        left: bytes that are left of the previous permit; negative if its last chunk exceeded it.
+        left: bytes that are left of the previous permit; negative if the last chunk exceeded that
+            permit.
 
     Returns:
         The permit, and the number of bytes that it allows. During computation (tier 2) the
@@ -800,7 +807,7 @@ def _next(gate: Gate, left: int) -> tuple[Permit, int]:
 
 
 def _records_of(queued: _Queued) -> list[ChunkRecord]:
-    """Return the records of all chunks. The time of a batch is divided among its chunks in
+    """Return the records of all queued chunks. The time of a batch is divided among its chunks in
     proportion to their bytes."""
     records = []
     for batch, permit, ticket in queued:
@@ -819,8 +826,8 @@ def _records_of(queued: _Queued) -> list[ChunkRecord]:
 
 
 def _fault_points(chunks: Sequence[Chunk]) -> dict[int, list[FaultPoint]]:
-    """Return the points for fault injection by the index of the chunk before which they are
-    triggered. Parities come last.
+    """Return the points for fault injection, by the index of the chunk before which they are
+    triggered. The chunks of parities come last.
     """
     data = sum(chunk.kind is not ByteKind.PARITY for chunk in chunks)
     points = {data // 2: [FaultPoint.DURING_COPY]}
@@ -831,7 +838,7 @@ def _fault_points(chunks: Sequence[Chunk]) -> dict[int, list[FaultPoint]]:
 
 
 def bytes_by_tier(records: Iterable[ChunkRecord]) -> Counter[int]:
-    """Return the number of bytes copied in each tier."""
+    """Return the number of bytes copied in each tier (see :attr:`ChunkRecord.tier`)."""
     found: Counter[int] = Counter()
     for record in records:
         found[record.tier] += record.nbytes

@@ -9,18 +9,18 @@ The calls for one version, where T is the training thread and W the copying thre
 
 - **begin** (T): the state is final now. Copies start after all work that T has queued on the device
   by then.
-- **stamp** (T): mark a point in the device's queue of work. The host runs ahead of the device.
-  To copy inside a bubble (an idle interval of the pipeline), T takes a stamp right before the
-  receive that opens the bubble, and W copies ``after`` this stamp. On a CPU a stamp is just a
+- **stamp** (T): mark a point in the device's queue of work, because the host runs ahead of the
+  device. To copy inside a bubble (an idle interval of the pipeline), T takes a stamp right before
+  the receive that opens the bubble, and W copies ``after`` this stamp. On a CPU a stamp is just a
   time.
-- **copy** (W): copy pieces. An asynchronous engine (CUDA, ROCm) returns once they are queued; a
-  synchronous one returns when the bytes have arrived. Must be called from a thread that may
-  wait.
-- **fence** (T): nothing that T does afterwards changes the copied bytes. On CUDA the compute
-  stream waits for the copies, and the host does not; on a CPU T waits for the copy in progress.
-  With an offloaded optimizer both happen: T waits for pieces whose source is in host memory,
-  which the optimizer overwrites there, and the stream waits for pieces on the device. T calls
-  ``fence`` before *every* optimizer step, even if there was no ``begin``.
+- **copy** (W): copy pieces (pairs of source and target). With an asynchronous engine (CUDA, ROCm)
+  the call returns once they are queued; with a synchronous one it returns when the bytes have
+  arrived. Must be called from a thread that may wait.
+- **fence** (T): nothing that T does afterwards changes the copied bytes. On CUDA the compute stream
+  waits for the copies, and the host does not; on a CPU T waits for the copy in progress. With an
+  offloaded optimizer both wait: T for pieces whose source is in host memory, where the optimizer
+  overwrites it, and the compute stream for pieces on the device. T calls ``fence`` before *every*
+  optimizer step, even if there was no ``begin``.
 - **synchronize** (W): wait until all bytes are in host memory, so that checksums may be taken
   and the arena may be sealed.
 
@@ -29,18 +29,17 @@ Bytes that cannot reach host memory before the fence may be staged (CheckFreq's 
     T  ... ─► fence() │ optimizer step │ begin() ... stamp() ... ─► fence()
     W  stage(pieces)  │           drain(staged) ─► drain(staged, after=stamp) ... synchronize()
 
-- **stage** (W): like *copy*, but into memory of the same device, which takes a fraction of the
-  time.
+- **stage** (W): like *copy*, but into memory of the same device. This takes a fraction of the time
+  of a copy to the host.
 - **drain** (W): copy staged bytes to host memory. Training never writes to the staging memory,
   so no fence waits for a drain.
 
 ``begin``, ``stamp`` and ``fence`` are called by one thread, ``copy`` and ``synchronize`` by one or
 several others. A call out of order raises :class:`~reft.errors.CopyOrderError`.
 
-Memory: an engine holds references to sources and targets until the copy has ended, so that
-torch's caching allocator cannot reuse the sources, and the targets stay mapped. A copy shares no
-memory with its source. The CUDA engine makes its device the current device of each thread that
-calls it.
+Memory: an engine holds references to sources and targets until the copy has ended. So torch's
+caching allocator cannot reuse the sources, and the targets stay mapped. The CUDA engine makes its
+device the current device of each thread that calls it.
 """
 
 from __future__ import annotations
@@ -70,18 +69,18 @@ or on the CPU, and 1-D uint8 CPU memory of the same number of bytes. ``SectionIm
 cuts a range of an image into pieces."""
 
 Encode = Callable[[], Iterable[Piece]]
-"""Function that computes on the live state and yields pieces with the result, which are then
-copied. Like a copy, it has to end before the fence. Each piece is copied or queued before the
-next one is requested, so the next piece may reuse the same memory."""
+"""Function that computes on the live state and yields the result as pieces, which the engine
+copies. Like a copy, the function has to end before the fence. Each piece is copied or queued before
+the next one is requested, so the next piece may reuse its memory."""
 
 Part = tuple[Sequence[Piece], torch.Tensor, Encode | None]
-"""Pieces to stage, their place in a staging buffer (1-D uint8 on the device), and a function
-that encodes further pieces after them."""
+"""Pieces to stage, their place in a staging buffer (1-D uint8 on the device), and a function that
+encodes further pieces, which are staged after them."""
 
 STUCK_SECS = 30.0
 """Longest time in seconds that ``fence`` or ``close`` waits for a call of ``copy`` that does not
-return. The version of such a call has been given up, so its bytes are not used; its slot stays
-in use until the call returns."""
+return. The version that such a call copies is given up, so its bytes are not used; the version's
+slot stays in use until the call returns."""
 
 
 class CopyTicket:
@@ -110,8 +109,8 @@ class CopyEngine(ABC):
     name: str  # Name for messages and results: ``cpu``, ``cuda`` or ``rocm``
     # True if `copy` returns before the bytes have arrived (which requires pinned memory)
     asynchronous: bool
-    # Smallest useful chunk: the bytes that the link copies while the host queues one call. With
-    # smaller chunks the link would be idle between calls
+    # Smallest useful chunk: the number of bytes that the link copies while the host queues one
+    # call. With smaller chunks the link would be idle between calls
     least_chunk_bytes = 0
 
     def __init__(self) -> None:
@@ -121,12 +120,13 @@ class CopyEngine(ABC):
         return self._order.closed
 
     def register(self, memory: memoryview | torch.Tensor) -> bool:
-        """Register (pin) the data region of a new arena with the driver, once. Takes seconds for
-        tens of GB. The engine keeps the memory mapped until :meth:`unregister`.
+        """Register (pin) the data region of a new arena with the driver. Done once for each arena,
+        since it takes seconds for tens of GB. The engine keeps the memory mapped until
+        :meth:`unregister`.
 
         Returns:
-            True if the device can copy directly to this memory. If False, which is logged,
-            copies are only slower.
+            True if the device can copy directly to this memory. False, which is also logged, means
+            that copies are slower.
         """
         return True
 
@@ -176,11 +176,11 @@ class CopyEngine(ABC):
         """
 
     def wait(self, ticket: CopyTicket) -> None:
-        """Wait until the bytes of a ticket are in host memory. Must not be called on the
+        """Wait until the bytes of a ticket's copy are in host memory. Must not be called on the
         training thread. Raises RuntimeError if the device failed."""
         ticket.wait()
 
-    # -- staging: only on devices. A copy within host memory would gain no time.
+    # -- staging, only on devices: a copy within host memory would gain no time
 
     @property
     def free_bytes(self) -> int:
@@ -228,11 +228,11 @@ class CopyEngine(ABC):
         raise NotImplementedError
 
     def fence(self) -> None:
-        """Close the open version, if there is one, so that nothing the caller does next changes
-        its copied bytes. Copies that drain continue.
+        """Close the open version, if there is one, so that nothing the caller does afterwards
+        changes its copied bytes. Copies of staged bytes to the host (drains) continue.
 
-        If a call of ``copy`` does not return, this waits for it up to :data:`STUCK_SECS`, but
-        only once; the version of such a call has been given up.
+        If a call of ``copy`` does not return, the fence waits for it up to :data:`STUCK_SECS`, and
+        later fences do not wait for it again; the version that it copies is given up.
         """
         self._order.fence()
 
@@ -257,8 +257,8 @@ class CopyEngine(ABC):
 
 
 class CheckedPieces(tuple[Piece, ...]):
-    """Pieces that :func:`byte_views` has checked. Pieces that are copied with every version are
-    thus checked only once."""
+    """Pieces that :func:`byte_views` has checked. The type avoids a second check of pieces that are
+    copied with every version."""
 
     @classmethod
     def of(cls, pieces: Iterable[Piece]) -> CheckedPieces:
@@ -335,7 +335,8 @@ def contiguous(views: Sequence[Piece]) -> list[Piece]:
     ends: tuple[int, ...] = ()
     for view in views:
         starts = tuple(side.data_ptr() for side in view)
-        # Two storages may be adjacent in memory, but one view cannot cover both.
+        # Do not merge pieces of two storages: even if these are adjacent in memory, one view cannot
+        # cover both.
         if starts == ends and all(
             a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
             for a, b in zip(view, runs[-1][0], strict=True)
@@ -365,8 +366,8 @@ def _byte_view(source: torch.Tensor) -> torch.Tensor:
 
 
 class _CopyScope(AbstractContextManager[int]):
-    """Implements :meth:`CallOrder.copying`, as a class because a generator would double the cost
-    of a chunk."""
+    """The context that :meth:`CallOrder.copying` returns. It is a class because a generator would
+    double the time that a chunk takes."""
 
     __slots__ = ("_order",)
 
@@ -392,7 +393,7 @@ class CallOrder:
         # True if a call is still running although a wait for it has timed out
         self._stuck = False
         # Guards all fields. Once ``fence`` has set ``_open`` to False, no copy can begin, and
-        # ``_active`` is the number of copies for which it has to wait.
+        # ``_active`` is the number of copies for which ``fence`` has to wait.
         self._changed = threading.Condition()
 
     def begin(self) -> None:
@@ -442,8 +443,8 @@ class CallOrder:
                 self._changed.notify_all()
 
     def fence(self) -> bool:
-        """Let no further copy begin, and wait for those in progress, except one that is known to
-        be stuck. Return whether a version was open."""
+        """Let no further copy begin, and wait for the copies in progress, except one that is known
+        to be stuck. Return whether a version was open."""
         with self._changed:
             if not self._open:
                 return False
@@ -452,8 +453,8 @@ class CallOrder:
             return True
 
     def _await(self, ended: Callable[[], bool]) -> bool:
-        """Wait until ``ended`` returns True; if a wait has timed out before, do not wait again.
-        Return whether all calls have ended."""
+        """Wait until ``ended`` returns True, with a time limit; if an earlier wait has timed out,
+        do not wait again. Return whether all calls have ended."""
         if not self._stuck and not self._changed.wait_for(ended, STUCK_SECS):
             self._stuck = True
             logger.error("a call that copies a version has not returned after %.0f s", STUCK_SECS)
@@ -464,8 +465,9 @@ class CallOrder:
             raise CopyOrderError(f"{what}: the engine is closed; expected it before close()")
 
     def close(self) -> bool:
-        """Do what :meth:`fence` does, permanently, and also wait for copies that drain. Return
-        False if this was closed before, or a call is stuck."""
+        """Stop all copying for good: let no copy begin, and wait for those in progress, including
+        copies of staged bytes to the host. Return False if the engine was closed before, or a call
+        is stuck."""
         with self._changed:
             if self.closed:
                 return False
@@ -477,7 +479,8 @@ class CallOrder:
 
 
 STRIDE_BYTES = 8 * 2**20
-"""Bytes copied between two checks whether the engine was closed; takes about a millisecond."""
+"""Number of bytes copied between two checks whether the engine was closed; copying them takes about
+a millisecond."""
 
 
 def copy_on_host(source: torch.Tensor, target: torch.Tensor, closed: Callable[[], bool]) -> None:
@@ -526,7 +529,7 @@ class CpuCopyEngine(CopyEngine):
         hasher: HashingCopier,
         until: ctypes.c_int | None = None,
     ) -> int:
-        """Copy chunks of a block and hash them in the same pass. A call should copy a few MiB at
+        """Copy chunks of a block, and hash them while copying. A call should copy a few MiB at
         most, since ``close`` and ``fence`` wait for its end.
 
         Args:

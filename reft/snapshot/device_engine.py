@@ -1,16 +1,16 @@
 """The copy engine for devices (CUDA, ROCm), which copies into host memory on a separate stream
 (the *side stream*).
 
-The side stream waits for an event of the compute stream. Then the device writes by DMA directly
-into the arena, which was registered (pinned) with the driver once. The fence makes the compute
-stream wait for the side stream. Only threads in ``synchronize``, ``wait`` and ``secs_of`` wait
-for the device.
+The side stream waits for an event of the compute stream, which marks that the state is final. Then
+the device writes by DMA directly into the arena, which was registered (pinned) with the driver
+once. The fence makes the compute stream wait for the side stream. Only threads in ``synchronize``,
+``wait`` and ``secs_of`` wait for the device.
 
-If registration fails, copies go through the driver's own buffers (P6): this is slower, needs
-one more copy on the host, and the copying thread waits.
+If registration fails, copies go through the driver's own buffers (P6): they are slower, need one
+more copy on the host, and make the copying thread wait.
 
-Sources need no ``record_stream``: tickets hold references to them until the side stream has read
-them, and the caching allocator reuses only memory without references.
+Source tensors need no ``record_stream``: tickets hold references to them until the side stream has
+read them, and the caching allocator reuses only memory without references.
 """
 
 from __future__ import annotations
@@ -60,10 +60,9 @@ CHUNK_BYTES = 2**35
 class PinnedRanges:
     """Host memory that one device can write to directly: registered ("pinned") with its driver.
 
-    Memory is pinned once per arena, in chunks: one call for a very large range fails on some
-    drivers, and a call for zero bytes fails on all. A copy must not cross from one chunk into
-    the next, since drivers treat chunks as different allocations; :meth:`split` cuts copies at
-    these borders. Thread-safe.
+    Memory is pinned once per arena, in chunks, because one call for a very large range fails on
+    some drivers. A copy must not cross from one chunk into the next, since drivers treat chunks as
+    different allocations; :meth:`split` cuts copies at the borders of chunks. Thread-safe.
 
     Args:
         pin: function that registers ``(address, nbytes)``; raises the driver's error.
@@ -92,11 +91,10 @@ class PinnedRanges:
         self._chunks: list[tuple[int, int]] = []
 
     def add(self, memory: memoryview | torch.Tensor) -> None:
-        """Register memory completely, or not at all if the driver refuses a part of it.
+        """Register memory. If the driver refuses a part of it, none of it stays registered.
 
-        Registering the same memory or a part of it again has no effect. Since whole pages are
-        registered, other registered memory must not share a page with this one. Mapped files
-        never do.
+        Registering the same memory or a part of it again has no effect. Whole pages are registered,
+        so two registered memories must not share a page. Mapped files never share one.
 
         Raises:
             RuntimeError: the driver refused. Any other error of ``pin`` is raised as well.
@@ -137,8 +135,8 @@ class PinnedRanges:
                 self._forget(next(reversed(self._pinned)))
 
     def _forget(self, extent: tuple[int, int]) -> None:
-        # Remove it from the index first: a copy must not treat memory as pinned that no longer
-        # is.
+        # Remove the memory from the index before unpinning it, so that no copy treats it as pinned
+        # when it no longer is.
         chunks, _kept = self._pinned.pop(extent)
         self._index()
         for at, _ in chunks:
@@ -179,15 +177,15 @@ def _extent(array: np.ndarray[Any, np.dtype[np.uint8]]) -> tuple[int, int]:
 
 
 _MARGIN_PART, _LEAST_MARGIN_BYTES = 0.05, 512 * 2**20
-"""Device memory that a staging buffer leaves free, as a fraction of the total and in bytes,
-because kernels are loaded late and libraries allocate workspace."""
+"""Smallest device memory that a staging buffer leaves free, in bytes and as a fraction of the total
+(the larger one counts). Kernels that are loaded late and workspaces of libraries need it."""
 
 _MS = 1e-3  # Seconds per unit of ``Event.elapsed_time``
 
 
 class _DeviceTicket(CopyTicket):
-    """One copy: the event at its end, the events for which it waits, and the tensors that it
-    uses."""
+    """The ticket of one copy, with the event at the copy's end, the events for which the copy
+    waits, and the tensors that it uses."""
 
     def __init__(self, module: Any, pieces: Sequence[Piece], *, drains: bool = False) -> None:
         super().__init__()
@@ -487,8 +485,9 @@ class DeviceCopyEngine(CopyEngine):
 
     @contextmanager
     def _recorded(self, ticket: _DeviceTicket, stream: Any) -> Iterator[None]:
-        """Context in which the copies of a ticket are queued on a stream. The event at their end
-        is recorded even after an error, so that ``synchronize`` waits for what was queued."""
+        """Context in which the copies of a ticket are queued on a stream. The event at their end is
+        recorded even after an error, so that ``synchronize`` waits for the copies that were
+        queued."""
         try:
             with self._module.stream(stream):
                 yield
@@ -500,11 +499,11 @@ class DeviceCopyEngine(CopyEngine):
     # -- inside a copy ---------------------------------------------------------------------------
 
     def _open(self, version: int) -> None:
-        """Note that a version's first copy begins."""
+        """Record that the first copy of a version begins."""
         assert self._begun is not None
         self._copied_version = version
-        # Versions that were given up are never synchronized, so release the tensors of their
-        # copies here.
+        # ``synchronize`` is never called for versions that were given up, so release the tensors of
+        # their copies here.
         self._tickets = [t for t in self._tickets if t.drains or not t.done()]
 
     def _copy_piece(self, source: torch.Tensor, target: torch.Tensor, stream: Any) -> None:
@@ -512,7 +511,7 @@ class DeviceCopyEngine(CopyEngine):
         for nbytes, pinned in self._pinned.split(target.data_ptr(), target.numel()):
             part = slice(at, at + nbytes)
             target[part].copy_(source[part], non_blocking=True)
-            # Only a copy to pinned memory can stay queued; wait for each copy to other memory.
+            # A copy to pinned memory can stay queued; wait for a copy to other memory.
             if not pinned:
                 stream.synchronize()
             at += nbytes
@@ -547,7 +546,7 @@ class DeviceCopyEngine(CopyEngine):
         return [anchor_secs - stamp.elapsed_time(anchor) * _MS for stamp in stamps]
 
     def _anchor(self) -> tuple[Any, float]:
-        """Record an event whose time is known on both the device's and the host's clock.
+        """Record an event on the device, and return it with its time on the host's clock.
 
         Returns:
             The event, which has passed, and its time in seconds of ``time.perf_counter()``.
@@ -576,8 +575,8 @@ class DeviceCopyEngine(CopyEngine):
 
 
 def _into_buffer(views: Iterable[Piece], buffer: torch.Tensor) -> list[Piece]:
-    """Queue a copy of each source into a staging buffer, each before the next source is
-    requested.
+    """Queue a copy of each source into a staging buffer. Each copy is queued before the next source
+    is requested, because an encoder may reuse the source's memory.
 
     Returns:
         The pieces to copy from the buffer to the targets.

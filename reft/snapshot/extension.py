@@ -9,16 +9,16 @@ method                                when
 :meth:`~VersionFeature.read`          own blocks are copied; the live tensors are still unchanged
 :meth:`~VersionFeature.inspect`       every own block has its checksum
 :meth:`~VersionFeature.fill`          before peers send their checksums
-:meth:`~VersionFeature.compare`       after that, before peers send what this rank lacks
+:meth:`~VersionFeature.compare`       then, before peers send the blocks that this rank lacks
 :meth:`~VersionFeature.exchanged`     all bytes from peers have arrived
 :meth:`~VersionFeature.ballot`        before each of the two votes
 :meth:`~VersionFeature.voted`         after each of the two votes
 :meth:`~VersionFeature.committed`     every rank has sealed the version
 ====================================  ===========================================================
 
-The session creates the features and hands them to the worker. The core imports none of them: a job
-without features uses only this package, with :class:`FixedScheme` and the gate that admits every
-chunk.
+The session creates the features and hands them to the worker. The core imports no feature: a job
+without features uses only this package, with :class:`FixedScheme` and the gate (which lets copies
+run) that admits every chunk.
 """
 
 from __future__ import annotations
@@ -40,8 +40,7 @@ from reft.snapshot.version import SkipCause
 
 @dataclass(frozen=True)
 class Halt:
-    """What :meth:`VersionFeature.voted` returns if training must not continue with the current
-    state.
+    """Answer of :meth:`VersionFeature.voted` if training must not continue with the current state.
 
     Attributes:
         why: reason for the log and for the job's error message.
@@ -54,15 +53,15 @@ class Halt:
 
 @dataclass(frozen=True)
 class CopiedVersion:
-    """A version after this rank's own blocks were copied into the arena.
+    """A version of which this rank's own blocks have been copied into the arena.
 
     Attributes:
         images: live tensors from which the version was copied; the next step may already be
             changing them.
         writer: writer of the version's arena, with the checksums.
         captured: data that features captured on the training thread, by feature.
-        variant: variant by which the bytes were copied (when in the step).
-        is_paced: whether the copy was restricted to windows.
+        variant: when in the step the bytes were copied; see the configuration's ``variant``.
+        is_paced: whether the copy was restricted to windows (idle intervals of the pipeline).
         records: time and size of each copied chunk.
     """
 
@@ -99,9 +98,9 @@ class VersionFeature:
     """Takes part in every version of one rank. The methods here do nothing; features override
     those they need.
 
-    Unless a method says otherwise, the worker thread calls it. Methods marked *collective* are
-    called on every rank for every version, so they may exchange data. If one raises anything but
-    a TransferError, the version is given up.
+    The worker thread calls every method that does not name another thread. Methods marked
+    *collective* are called on every rank for every version, so they may exchange data. If a method
+    raises any other error than TransferError, the version is given up.
     """
 
     name = ""
@@ -120,7 +119,7 @@ class VersionFeature:
     # -- the bytes of a version --------------------------------------------------------------------
 
     def read(self, images: LiveImages, label: VersionId, engine: CopyEngine, gate: Gate) -> None:
-        """Copy more of the version's state, such as tensors that only this feature needs.
+        """Copy further state of the version, such as tensors that only this feature needs.
 
         Args:
             images: live tensors, still unchanged.
@@ -130,8 +129,8 @@ class VersionFeature:
         """
 
     def inspect(self, version: CopiedVersion) -> SkipCause | None:
-        """Inspect the copied bytes. Return the cause why the version must not be sealed, or
-        None."""
+        """Inspect the copied bytes. Return the cause why the version must not be sealed; None if it
+        may be sealed."""
         return None
 
     def fill(self, version: CopiedVersion) -> None:
@@ -139,8 +138,8 @@ class VersionFeature:
         peers are waiting."""
 
     def compare(self, version: CopiedVersion) -> SkipCause | None:
-        """Compare this rank's checksums with those of its peers. Collective in the sharding
-        group. Return the cause why the version must not be sealed, or None."""
+        """Compare this rank's checksums with those of its peers. Collective in the sharding group.
+        Return the cause why the version must not be sealed; None if it may be sealed."""
         return None
 
     def exchanged(self, version: CopiedVersion) -> None:
@@ -161,14 +160,14 @@ class VersionFeature:
         each number, the maximum over all ranks.
 
         Args:
-            cause: why this rank votes against the version; None if it votes for it.
-            layout: layout of the version; None before the first agreement.
+            cause: reason why this rank votes against the version; None if it votes for the version.
+            layout: layout of the version; None before the ranks have first agreed on a layout.
         """
         return self.neutral_ballot()
 
     def delays_votes(self, numbers: tuple[int, ...]) -> bool:
-        """Return whether this rank will need time before the next vote if a vote results in
-        these numbers.
+        """Return whether this rank will need time before it can take part in the next vote, if the
+        current vote results in these numbers.
         """
         return False
 
@@ -194,7 +193,7 @@ class VersionFeature:
 
     def rejoined(self) -> None:
         """Reset state that depends on votes. Called after the ranks have reconnected following a
-        failure, since some may have missed the last messages. Collective."""
+        failure, since some ranks may have missed the last messages. Collective."""
 
 
 class SchemePolicy(VersionFeature, ABC):
@@ -208,8 +207,8 @@ class SchemePolicy(VersionFeature, ABC):
         """Scheme of the next layout."""
 
     def fit(self, label: VersionId, layout: GroupLayout) -> GroupLayout:
-        """Return the layout to use instead of a new layout that may not fit into the memory of
-        all nodes. Called before memory is reserved. Collective."""
+        """Return a layout that fits into the memory of all nodes: ``layout`` or one that needs less
+        memory. Called before memory is reserved for a new layout. Collective."""
         return layout
 
     def change(self, label: VersionId, layout: GroupLayout | None) -> GroupLayout | None:
@@ -219,7 +218,7 @@ class SchemePolicy(VersionFeature, ABC):
 
     @property
     def is_due(self) -> bool:
-        """Whether a call of :meth:`change` would change something now; the same on all ranks."""
+        """Whether a call of :meth:`change` would now change the protection; equal on all ranks."""
         return False
 
 

@@ -16,8 +16,8 @@ UNLIMITED = 2**62
 class Permit:
     """Permission to copy a number of bytes."""
 
-    # Tier: 1 in a window, 2 during computation, 3 during communication, 0 if training waits for
-    # the bytes
+    # When the bytes are copied: 1 in a window (an idle interval of the pipeline), 2 during
+    # computation, 3 during communication, 0 while training waits for them
     tier: int
     window: int | None = None  # Number of the window (tier 1); None outside of windows
     nbytes: int = 1  # Bytes that may be copied before the next permit; at least one chunk
@@ -31,20 +31,21 @@ EXPEDITED = Permit(0, nbytes=UNLIMITED)
 
 
 class Gate:
-    """The gate between the training thread (T) and the copying thread (W). Each method says
-    which thread calls it.
+    """The gate between the training thread and the copying thread, which lets copies run. Each
+    method says which thread calls it.
 
-    This class admits everything at once. It is used for versions that are not paced, and for the
-    baselines.
+    This class admits every copy at once. It is used for versions that are not paced (restricted to
+    windows), and for the baselines.
 
     Args:
         tier: tier in which chunks are counted; 0 if training waits for them.
         hurried: returns True once training waits at the fence; chunks then count as tier 0.
     """
 
-    # Seconds without a call by training after which copies continue without a window
+    # If training has not called the gate for this number of seconds, copies continue without a
+    # window
     patience_secs = 0.0
-    # True while a version waits to be copied, or is being copied, through this gate
+    # True while a version waits for this gate to admit its copy, or is being copied
     wanted = False
 
     def __init__(self, tier: int = 2, hurried: Callable[[], bool] = lambda: False) -> None:
@@ -99,8 +100,8 @@ class Gate:
         """
 
     def begin(self) -> None:
-        """Discard windows that opened before the newest version was handed over, since its copy
-        begins now. Called by the copying thread."""
+        """The copy of the newest version begins: discard windows that opened before the copying
+        thread received that version. Called by the copying thread."""
 
     def leave(self) -> None:
         """Stop admitting, since no version is left to copy. Called by the copying thread."""
@@ -120,8 +121,8 @@ class Gate:
 class ChunkRecord:
     """Record of a chunk that was copied."""
 
-    # Tier: 1 in a window, 2 during computation, 3 during communication, 0 while training waited
-    # or without pacing
+    # When the chunk was copied: 1 in a window, 2 during computation, 3 during communication, 0
+    # while training waited or without pacing
     tier: int
     nbytes: int
     begin_secs: float

@@ -1,5 +1,5 @@
-"""The shard plan: which bytes of the stage image each member of a sharding group stores, and
-where in its arena.
+"""The shard plan: which bytes of the stage image each member of a sharding group stores, and at
+which offsets of the member's arena.
 
 The plan is a pure function of section sizes, placement and block size: every rank computes the
 same plan without communication. A *stage image* is the state of one (pp, tp) as a sequence of
@@ -8,18 +8,18 @@ bytes, in three sections:
 - ``replicated``: equal on every data-parallel peer, cut into D contiguous shards, one per member;
 - ``owned``: the ZeRO partition of a single member;
 - ``host``: encoded host state of one rank (RNG, schedulers, counters, client state), of variable
-  length. It belongs to its member like a partition.
+  length. Like a partition, it belongs to a single member.
 
-Schemes: ``arc`` keeps copies, ``aec`` one XOR parity, ``rs:K`` K Reed-Solomon parities, ``X+Y``
-both. :class:`~reft.protect.placement.GroupPlacement` determines which members store which bytes:
-``kept_by(m)`` lists the members whose bytes m stores (m, then its successors on the ring);
-``holders_of(m)`` lists the members that store the bytes of m (m, then its predecessors).
+Schemes: ``arc`` stores copies, ``aec`` one XOR parity, ``rs:K`` K Reed-Solomon parities, ``X+Y``
+those of both X and Y. :class:`~reft.protect.placement.GroupPlacement` determines which members
+store which bytes: ``kept_by(m)`` lists the members whose bytes m stores (m, then its successors on
+the ring); ``holders_of(m)`` lists the members that store the bytes of m (m, then its predecessors).
 
 With an erasure code (AEC of the REFT paper) a member also stores parity blocks of the replicated
-section, computed from its own replica, and sends the checksums of its replicated blocks to its
-ring peers with its host block. If it recomputes peers' optimizers (AOR of the REFT paper), it
-also reserves space for the gradients of these peers' partitions, after all blocks of the
-version.
+section, computed from its own replica. It sends the checksums of its replicated blocks to its ring
+peers together with its host block. If a member recomputes peers' optimizer steps (AOR of the REFT
+paper), its arena also has space for the gradients of these peers' partitions, after all blocks of
+the version.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Block:
     """Unit of placement, checksum and transfer."""
 
     key: BlockKey
-    # Offset in bytes in the section's image (the stage's for replicated blocks, the member's for
-    # owned and host blocks)
+    # Offset in bytes in the section's image (that of the stage for replicated blocks, that of the
+    # member for owned and host blocks)
     start_bytes: int
     # Length in bytes; for a host block the reserved length (the true one is set when the arena
     # is sealed)
@@ -93,7 +93,7 @@ class MemberPlan:
     redundant: tuple[PlacedBlock, ...]
     data_bytes: int  # Size of the arena's data region in bytes
     parity: tuple[PlacedBlock, ...] = ()  # Parity blocks, encoded from the member's own replica
-    # The parity block's description by its key, with source blocks and coefficients
+    # For each parity block, by its key, the source blocks and coefficients from which it is encoded
     terms: Mapping[BlockKey, CodedBlock] = field(default_factory=dict)
     # Space for gradients of peers' partitions, which are not part of the version
     gradients: tuple[PlacedBlock, ...] = ()
@@ -259,16 +259,16 @@ class LiveImages:
 
     replicated: SectionImage  # Replicated section, equal on all data-parallel peers
     owned: SectionImage  # This rank's ZeRO partition
-    signature: Hashable  # Value that changes if the images consist of different tensors
+    signature: Hashable  # Value that differs if the images consist of other tensors
     # Captured gradients of the newest step for each member whose partition this rank recomputes
     gradients: Mapping[int, SectionImage] = field(default_factory=dict)
-    # Size of the gradients of one partition; 0 if the job recomputes no partitions. The same on
-    # all members, even if this rank recomputes none under the active scheme.
+    # Size in bytes of the gradients of one partition; 0 if the job recomputes no partitions. Equal
+    # on all members, even if this rank recomputes no partition under the active scheme.
     gradient_bytes: int = 0
 
     def write_counts(self) -> tuple[list[int], list[int]]:
-        """Return torch's write counts of the tensors in both sections
-        (:meth:`SectionImage.write_counts`).
+        """Return torch's write counts of the tensors in both sections (see
+        :meth:`SectionImage.write_counts`).
         """
         return self.replicated.write_counts(), self.owned.write_counts()
 
@@ -293,8 +293,8 @@ class GroupLayout:
 
     @cached_property
     def table(self) -> NDArray[np.void]:
-        """Block table of this member in arena order, dtype :data:`reft.memory.header.TABLE`.
-        Each version fills in checksums and the true lengths of host blocks."""
+        """Block table of this member in arena order, dtype :data:`reft.memory.header.TABLE`. The
+        checksums and the true lengths of host blocks are filled in for each version."""
         sizes = self.plan.sizes
         entries = []
         for placed in self.mine.blocks:
@@ -318,8 +318,8 @@ class GroupLayout:
 
 
 def layout_hash(degrees: Degrees, coordinate: Coordinate, sizes: SectionSizes) -> str:
-    """Return the hash of a group's layout, 32 hex digits. Recovery refuses versions with another
-    hash."""
+    """Return the hash of a sharding group's layout, 32 hex digits. Recovery refuses versions with a
+    different hash."""
     text = f"{degrees}|{coordinate.pp}|{coordinate.tp}|{sizes.replicated_bytes}|{sizes.owned_bytes}"
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
@@ -333,8 +333,8 @@ def agree_on_layout(
     block_bytes: int,
     host_bytes: int,
 ) -> GroupLayout:
-    """Gather the section sizes of all ranks, and plan this rank's group. Collective over all
-    ranks.
+    """Gather the section sizes of all ranks, and plan this rank's sharding group. Collective over
+    all ranks.
 
     Args:
         control: gathers the sizes.
@@ -369,8 +369,8 @@ def agree_on_layout(
 
 
 def layout_under(layout: GroupLayout, scheme: Scheme) -> GroupLayout:
-    """Return the layout of the same sections and group under another scheme. Pure: every member
-    computes the same plan."""
+    """Return the layout of the given layout's sections and group under another scheme. Pure: every
+    member computes the same plan."""
     old = layout.plan
     placement = replace(old.placement, copies=scheme.copies, parities=scheme.parities)
     return replace(layout, plan=make_shard_plan(old.sizes, placement, old.block_bytes))

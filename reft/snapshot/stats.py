@@ -1,4 +1,4 @@
-"""Counters of the versions of one rank, and the errors of its snapshot worker."""
+"""Counters of the versions that one rank takes, and the errors of its snapshot worker."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _KINDS = {
 
 
 def find_byte_kind(key: BlockKey, member: int) -> ByteKind:
-    """Return the kind by which a block is counted that ``member`` stores."""
+    """Return the kind by which the bytes of a block are counted if ``member`` stores the block."""
     if key.section is Section.REPLICATED:
         return ByteKind.SHARD if key.member == member else ByteKind.COPIES
     return _KINDS[key.section]
@@ -89,7 +89,7 @@ class Samples(deque[float]):
         super().__init__(maxlen=most)
 
     def add_to_newest(self, value: float) -> None:
-        """Add ``value`` to the newest sample, if there is one."""
+        """Increase the newest sample, if there is one, by ``value``."""
         if self:
             self[-1] += value
 
@@ -110,7 +110,8 @@ class RecomputeStats:
     """Counters of recomputed partitions (AOR) on one rank."""
 
     versions: int = 0  # Number of recomputed partitions that were used, for all versions
-    # Number of partitions of which the owner had to send blocks, by cause
+    # Number of partitions of which the owner had to send blocks although peers recompute them, by
+    # cause
     resynced: dict[str, int] = field(default_factory=dict)
     secs: float = 0.0  # Total seconds spent on recomputing
     cpu_secs: float = 0.0  # CPU seconds of the recomputing thread
@@ -133,8 +134,8 @@ class SnapshotStats:
     total_traffic: Traffic = field(default_factory=Traffic)
     # Counters of the partitions that are recomputed for ring peers
     recompute: RecomputeStats = field(default_factory=RecomputeStats)
-    # Bytes by tier: copied in windows (1), during computation (2), during communication (3), and
-    # while training waited (0)
+    # Bytes by the time at which they were copied: in windows (1), during computation (2), during
+    # communication (3), and while training waited (0)
     tier_bytes: Counter[int] = field(default_factory=Counter)
     staged: int = 0  # Versions of which a part was staged on the device and drained later
     staged_bytes: int = 0  # Total bytes of the staged parts
@@ -145,9 +146,10 @@ class SnapshotStats:
     # Seconds that each copy took on the worker thread, the newest 512
     copy_secs: Samples = field(default_factory=Samples)
     committed_step: int | None = None  # Newest step known to be committed
-    # First step after the newest commit whose version was given up; None if there is none
+    # First step since the newest commit whose version was given up; None if none was
     stale_since_step: int | None = None
-    last_error: str | None = None  # Why the newest versions were given up
+    # Reason why the newest versions were given up; None if they were committed
+    last_error: str | None = None
 
     def commit(self, step: int, traffic: Traffic) -> None:
         """Count a committed version and its bytes."""
@@ -205,14 +207,16 @@ class SnapshotStats:
 
 # Largest number of causes that are remembered, so that they are not logged again
 _REMEMBERED = 256
-_PASSED_ON = 8  # Largest number of causes sent with one vote; of more, only the newest are sent
+# Largest number of causes sent with one vote; if there are more, the newest are sent
+_PASSED_ON = 8
 _CHARACTERS = 300  # Largest number of characters sent for one cause
 # Largest number of ranks whose errors are logged; of further ranks only the number is logged
 _NAMED = 8
 
 
 class PeerErrors:
-    """Unexpected errors of one worker, each logged once and sent to the peers with the next vote.
+    """Unexpected errors of one snapshot worker, each logged once and sent to the peers with the
+    next vote.
 
     Any thread may record an error.
     """
@@ -244,8 +248,8 @@ class PeerErrors:
             )
 
     def run_guarded(self, what: str, act: Callable[[], object]) -> None:
-        """Run ``act``, and record an error instead of raising it. For work that is not part of
-        the protocol of versions."""
+        """Run ``act``, and record an error instead of raising it. For work whose failure must not
+        fail the version."""
         try:
             act()
         except Exception as error:
@@ -263,7 +267,7 @@ class PeerErrors:
 
 
 def log_peer_errors(peer_errors: Mapping[int, Collection[str]]) -> None:
-    """Log the errors that peers have sent, which are given by rank."""
+    """Log the errors that peers have sent, given as a map from rank to errors."""
     for rank in sorted(peer_errors)[:_NAMED]:
         for cause in peer_errors[rank]:
             logger.warning("rank %d reports: %s. See its log", rank, cause)

@@ -4,23 +4,23 @@
        └─────────┴───────────┴────────────┴──────────┴────► abandoned (cause)
 
 ``step(state, event)`` returns the next state and the effects to carry out. In production the
-training thread and the snapshot worker call it (:mod:`reft.snapshot.worker`). The model in
-tests/snapshot/version_model.py calls the same function with every order of events, with an error
+training thread and the snapshot worker call this function (:mod:`reft.snapshot.worker`). The model
+in tests/snapshot/version_model.py calls the same function with every order of events, with an error
 at every task and every effect and a crash after every transition. This module reads no clock, no
-file and no network. It defines versions, tasks, events, effects and slots (a rank's numbered
-places for a version) first, then the transitions.
+file and no network. It defines versions, tasks, events, effects and slots (a rank's numbered places
+for a version) first, then the transitions.
 
 All ranks take the same versions in the same order, one at a time, and synchronize at two votes:
 
 1. every rank that is able copies the version into a slot, and all vote "copied";
 2. if all have copied it, they exchange bytes with ring peers, hash and seal the slot, and all
    vote "sealed" (the prepare phase of a two-phase commit);
-3. if all have sealed it, the version *is committed* at that moment; each rank may receive this
-   result at a different time.
+3. if all have sealed it, the version *is committed* at that moment; the ranks may receive the
+   result of the vote at different times.
 
-The state of a slot is stored twice. :class:`Slots` holds what this rank knows, and decides which
-slot the rank may write. The header of the slot's arena file is what a recovery reads after a
-crash, on this node or on a peer's. The two differ once a version is given up (will not be
+The state of a slot is stored twice. :class:`Slots` holds what this rank knows about its slots, and
+decides which slot the rank may write. The header of the slot's arena file is what a recovery reads
+after a crash, on this node or on a peer's. The two differ once a version is given up (will not be
 committed):
 
 =========================  ===============  ===============  ====================================
@@ -48,10 +48,10 @@ Who owns what:
 How the promises are kept:
 
 - **P2** A version that is not completely copied when the tensors change
-  (:attr:`Signal.TENSORS_CHANGE`) gets a cause at that signal at the latest, and a rank votes no
-  on a version with a cause. So a committed version was read from one state. A script may write
-  tensors between the step boundary and that signal. A recovery trusts a slot that is recorded
-  SEALED, so that is recorded only after the training thread has compared write counts
+  (:attr:`Signal.TENSORS_CHANGE`) gets a cause at that signal at the latest, and a rank votes no on
+  a version with a cause. So a committed version was read from one state. The script, too, may write
+  tensors between the step boundary and that signal. Because a recovery trusts a SEALED slot, a slot
+  is recorded as SEALED only after the training thread has compared write counts
   (:class:`TensorsChecked`), on this rank and on the ranks whose bytes this rank stores.
 - **P3** :meth:`Slots.choose` never returns the slot of the newest version known here to be
   committed, that of a version whose vote has no known result, or that of the version being
@@ -92,8 +92,8 @@ class Stage(Enum):
 
 @dataclass(frozen=True)
 class SkipCause:
-    """Why a version is not committed: the kind of the cause, by which it is counted, and details
-    for the log."""
+    """The cause why a version is not committed: its kind, by which such versions are counted, and
+    details for the log."""
 
     kind: str
     detail: str = ""
@@ -112,21 +112,24 @@ class Version:
     """One version on this rank."""
 
     label: VersionId  # Id of the version: incarnation and step
-    # Never cancelled: training waits at the fence until the version is copied (after a restore,
-    # or before an exit)
+    # True if the version is never cancelled: training waits at the fence until it is copied (after
+    # a restore, or before an exit)
     required: bool = False
-    # The step has no version to copy; the ranks only vote, so that requests to stop reach all of
-    # them
+    # True if the step has no version to copy; the ranks only vote, so that requests to stop reach
+    # all of them
     vote_only: bool = False
-    paced: bool = False  # The copy is restricted to windows (idle intervals of the pipeline)
-    # The training thread has yet to compare torch's write counts with those at the step boundary
-    # (P2). False if training waits for the version and so cannot write meanwhile.
+    # True if the copy is restricted to windows (idle intervals of the pipeline)
+    paced: bool = False
+    # True until the training thread has compared torch's write counts with those at the step
+    # boundary (P2). False from the beginning if training waits for the version and so writes
+    # nothing meanwhile.
     unchecked: bool = False
-    # Why the version will not be committed; None if it still may be. Already set at the
-    # hand-over if the state could not be captured
+    # Cause why the version will not be committed; None if it still may be. Set at the hand-over if
+    # the state could not be captured
     cause: SkipCause | None = None
     stage: Stage = Stage.QUEUED
-    # The layout does not fit the version's state; the ranks have to agree on a new layout first
+    # True if the layout does not fit the version's state; the ranks then have to agree on a new
+    # layout first
     layout_mismatch: bool = False
     staged: bool = False  # A part is staged on the device and has yet to be drained to the host
 
@@ -169,10 +172,10 @@ class Task(Enum):
 
 
 class Signal(Enum):
-    """Events without data: the first two from the training thread, the others from the worker."""
+    """Events without data. The training thread sends the first two, the worker sends the others."""
 
-    # The optimizer writes from here on, after training has waited at the fence, up to its time
-    # limit (P2)
+    # Training has left the fence, where it waits no longer than the time limit (P2); from now on
+    # the optimizer changes the tensors
     TENSORS_CHANGE = auto()
     CLOSING = auto()  # The session is being closed
     TURN = auto()  # The worker is free for the next version
@@ -194,8 +197,8 @@ class HandedOver:
 class FenceNear:
     """The optimizer is about to write, so copies that have not started are cancelled."""
 
-    # True if only the host has reached this point; copies may then still start until the device
-    # reaches it
+    # True if only the host has reached the optimizer step; copies may then still start until the
+    # device reaches it
     ahead: bool = False
 
 
@@ -204,7 +207,7 @@ class TensorsChecked:
     """The training thread has compared torch's write counts of the tensors with those at the
     hand-over.
 
-    Only the training thread can do so: torch counts a write when the operation returns, so
+    Only the training thread can compare them: torch counts a write when the operation returns, so
     another thread could miss a write in progress.
     """
 
@@ -246,7 +249,8 @@ class SealFailed:
 
 @dataclass(frozen=True)
 class ProtocolFailed:
-    """This rank or a peer cannot continue the protocol, because a message or a task failed."""
+    """This rank or a peer cannot continue with votes and exchanges, because a message or a task
+    failed."""
 
     detail: str
 
@@ -299,7 +303,7 @@ class LeaveGate:
 
 @dataclass(frozen=True)
 class DropStaged:
-    """Release the part of a version that is staged on the device."""
+    """Release the staging memory of a version's part that is still on the device."""
 
 
 @dataclass(frozen=True)
@@ -337,16 +341,17 @@ Effect = EnterGate | LeaveGate | DropStaged | Commit | Abort | GiveUp
 
 @dataclass(frozen=True)
 class RejoinState:
-    """State of one rank after the ranks have connected again; also the common state that they
-    agree on."""
+    """State of one rank after the ranks have connected again; also used for the common state on
+    which they agree."""
 
     # Newest version that the training thread has handed to the worker. After reconnecting, every
-    # rank gives up all uncommitted versions up to the newest one of any rank, without a vote. A
-    # version id contains the incarnation, because a job that goes back to an older checkpoint
-    # repeats steps in a new incarnation.
+    # rank gives up all uncommitted versions up to the newest one that any rank names here, without
+    # a vote. A version id contains the incarnation (the number of the start), because a job that
+    # goes back to an older checkpoint repeats steps.
     newest: VersionId
     committed: VersionId | None  # Newest version that the rank knows to be committed; None if none
-    # Step after which all ranks stop, if this rank has received such a vote; otherwise None
+    # Step after which all ranks stop, if this rank has received the vote that decides it; otherwise
+    # None
     stop_step: int | None
 
 
@@ -356,7 +361,8 @@ def resume_from(standings: Sequence[RejoinState]) -> RejoinState:
     newest = max(s.newest for s in standings)
     committed = max((s.committed for s in standings if s.committed is not None), default=None)
     stop_step = min((s.stop_step for s in standings if s.stop_step is not None), default=None)
-    # If some rank may have passed this step already, the request to stop is voted on again.
+    # If some rank may have passed the agreed step already, drop it; the request to stop is voted on
+    # again.
     late = stop_step is not None and stop_step <= newest.step + 1
     return RejoinState(newest, committed, None if late else stop_step)
 
@@ -383,9 +389,9 @@ class Slots:
 
     # State of every slot, by number. With only one slot, no version can follow the first commit.
     held: tuple[Slot, ...]
-    # Slots that hold the version being recovered, as (number, version); empty once a newer
-    # version is committed. Numbers beyond ``held`` are from an earlier incarnation with more
-    # slots.
+    # Slots that hold the version being recovered, as (number, version); empty once a newer version
+    # is committed. Numbers beyond the end of ``held`` are slots of an earlier incarnation, which
+    # had more slots.
     frozen: tuple[tuple[int, VersionId], ...] = ()
 
     @classmethod
@@ -416,7 +422,8 @@ class Slots:
 
     @property
     def kept(self) -> frozenset[int]:
-        """Slots that may be needed for a recovery and must not be written (P3)."""
+        """Slots whose versions a recovery may need, and which therefore must not be written
+        (P3)."""
         unknown = {i for i, slot in enumerate(self.held) if slot.is_open}
         newest = self.committed_slot
         return frozenset({*unknown, *dict(self.frozen), *(() if newest is None else (newest,))})
@@ -513,12 +520,13 @@ class RankState:
     newest: VersionId = NONE_YET  # Newest version that was handed over
     # All versions up to this one were given up by all ranks when they reconnected
     after: VersionId = NONE_YET
-    # True if the optimizer is about to write. Once the device has reached that point too, only
+    # True if the host has come to the optimizer step. Once the device has reached it too, only
     # required versions start.
     fence_near: bool = False
     # True if no further version is accepted; the worker ends after those in progress
     closing: bool = False
-    broken: str | None = None  # Why no versions are taken any more; None while they are taken
+    # Reason why this rank takes no more versions; None while it takes them
+    broken: str | None = None
 
     @property
     def head(self) -> Version:
@@ -537,8 +545,8 @@ class RankState:
 
     @property
     def may_begin(self) -> bool:
-        """Whether some version's copy has not started, which is lost if the tensors change
-        first."""
+        """Whether there is a version whose copy has not started, and which is lost if the tensors
+        change first."""
         return any(version.holds_training and _not_begun(version) for version in self.versions)
 
     @property
@@ -548,8 +556,8 @@ class RankState:
 
     @property
     def unchecked(self) -> bool:
-        """Whether a version was copied whose write counts the training thread has yet to
-        compare."""
+        """Whether some copied version still needs the training thread's comparison of write
+        counts."""
         return any(v.unchecked and v.cause is None and not v.holds_training for v in self.versions)
 
     @property
@@ -598,8 +606,8 @@ def _first_task(head: Version) -> Task:
 
 
 def _freed(state: RankState) -> RankState:
-    """Return the state with the worker's task set to WAIT, or to END if the rank is closing and
-    no version is left."""
+    """Return the state in which the worker has no task: WAIT, or END if the rank is closing and no
+    version is left."""
     ends = state.closing and not state.versions
     return replace(state, task=Task.END if ends else Task.WAIT)
 
@@ -622,7 +630,7 @@ def _mark_failed(state: RankState, which: Callable[[Version], bool], cause: Skip
 
 def _take_back(state: RankState) -> Next:
     """Drop the staged part of the first version and free its slot. Only allowed before this rank
-    has voted "sealed", or after that vote said no."""
+    has voted "sealed", or after the ranks have voted no."""
     effects: tuple[Effect, ...] = ()
     if state.head.staged:
         effects = (DropStaged(),)
@@ -643,7 +651,7 @@ def _given_up(version: Version, cause: SkipCause) -> tuple[Effect, ...]:
 
 
 def _abandon(state: RankState, cause: SkipCause) -> Next:
-    """Abandon the first version, which no rank commits."""
+    """Abandon the first version, since no rank commits it."""
     state, effects = _take_back(state)
     abandoned = _head(state, stage=Stage.ABANDONED, cause=None if state.head.vote_only else cause)
     return abandoned, (*effects, *_leave_gate(state), *_given_up(state.head, cause))
@@ -767,8 +775,8 @@ def _voted(state: RankState, ok: bool, relayout: bool) -> Next:
     if relayout:
         effects: tuple[Effect, ...] = ()
         if head.stage is Stage.RELEASED:
-            # Training was released, so the tensors may have changed, and a second copy is
-            # impossible (P2).
+            # Training has been released, so the tensors may have changed, and the version cannot be
+            # copied again with another layout (P2).
             state, effects = _take_back(_head(state, cause=head.cause or LAID_OUT_ANEW))
             effects = (*effects, *_leave_gate(state))
         return replace(state, task=Task.LAYOUT), effects
@@ -841,9 +849,9 @@ def _broke(state: RankState, detail: str) -> Next:
 
 
 def _met(state: RankState, after: VersionId, committed: VersionId | None) -> Next:
-    """Handle that all ranks have connected again. If no rank has received the commit of a
-    version, the version is aborted everywhere. A rank that is gone might have received it, but
-    then the ranks cannot all connect again (:class:`RejoinFailed`)."""
+    """Handle that all ranks have connected again. If no rank has received the commit of a version,
+    every rank aborts it. This is safe: if a rank that received the commit were gone, the ranks
+    could not all connect again (:class:`RejoinFailed`)."""
     state, slot = replace(state, after=after), state.slots.open_slot
     if slot is None:
         return _freed(state), ()

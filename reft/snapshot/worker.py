@@ -2,14 +2,14 @@
 
 The training thread and the worker thread report events to :func:`~reft.snapshot.version.step`, a
 pure function, under one lock, and carry out the effects that it returns. That function decides
-whether a version is committed and when a slot may be overwritten; this module acts on it. Both
-votes are all-reduces of the control group.
+whether a version is committed and when a slot may be overwritten; this module carries out its
+decisions. Both votes are all-reduces of the control group.
 
-Training waits for one thing, at the *fence* (before the optimizer writes): until this rank's
-copy no longer reads the live tensors (P2). The copy goes to host memory; a part of it may be
-staged (copied within the device), which is drained to host memory, and committed, later.
-Failures in this module are counted, logged once per cause, and never reach the training thread
-(P6).
+Training waits only at the *fence* (right before the optimizer writes), until this rank's copy no
+longer reads the live tensors (P2). A part of a version may be staged (copied within the device)
+instead of copied to host memory; it is drained to host memory later, before the version is
+committed. Failures in this module are counted, logged once per cause, and never raised on the
+training thread (P6).
 """
 
 from __future__ import annotations
@@ -64,11 +64,12 @@ class SnapshotRequest:
             before an exit).
         vote_only: True if the step has no version to copy; the ranks only vote, so that a
             request to stop reaches all of them.
-        written: returns the names of the tensors that were written since the hand-over; None if
-            training waits until the version is committed and so writes nothing.
-        variant: which variant is used, that is, when in the step the bytes are copied; recovery
-            treats all variants alike.
-        cause: why the version cannot be copied (the ranks still vote on it); None if it can.
+        written: function that returns the names of the tensors that were written since the
+            hand-over; None if training waits until the version is committed and so writes nothing.
+        variant: when in the step the bytes are copied; see the configuration's ``variant``.
+            Recovery treats all variants alike.
+        cause: cause why the version cannot be copied (the ranks still vote on it); None if it can
+            be copied.
         copied: set when the copy no longer reads the live tensors.
         done: set when the version is committed or given up (will not be committed).
         version: state of the version in the protocol.
@@ -120,7 +121,7 @@ class SnapshotRequest:
 
     @property
     def given_up(self) -> SkipCause | None:
-        """Why the version will not be committed; None if it is, or still may be."""
+        """Why the version was given up; None if it has been committed or may still be."""
         return self.version.cause
 
     @property
@@ -148,18 +149,18 @@ class WorkerCallbacks:
     peer_errors: PeerErrors = field(default_factory=PeerErrors)
 
 
-# -- votes: in addition to the version, the ranks agree on the step to stop after ------------------
+# -- votes, in which the ranks also agree on the step after which the job stops --------------------
 
 
 def named_step(proposal: int, *, step: int, newest_step: int, late: bool) -> int:
-    """Return the step that this rank names in a vote as the last step of the job. It must be one
-    that no rank can have passed when it receives the result.
+    """Return the step that this rank names in a vote as the last step of the job: a step that no
+    rank can have passed when it receives the result.
 
     Args:
         proposal: step after which this rank wants to stop; 0 if it does not want to stop.
         step: step of the version that is voted on.
         newest_step: step of the newest version that was handed over here.
-        late: votes may lag behind training, as the last vote agreed.
+        late: whether votes may lag behind training, as the ranks agreed in the last vote.
     """
     if proposal and (late or step < newest_step):
         return max(proposal, newest_step + 2)
@@ -170,10 +171,11 @@ def may_lag(holds_up: bool, *, step: int, newest_step: int, late: bool) -> bool:
     """Return whether the next votes may lag behind training because of this rank.
 
     Args:
-        holds_up: whether this rank has more to do before the next vote than to seal the version.
+        holds_up: whether this rank has other work than sealing the version to do before the next
+            vote.
         step: step of the version that is voted on.
         newest_step: step of the newest version that was handed over here.
-        late: whether votes may lag already, as the last vote agreed.
+        late: whether votes may already lag, as the ranks agreed in the last vote.
     """
     return holds_up or (late and step < newest_step)
 
@@ -183,8 +185,8 @@ class Votes:
 
     The next votes are delayed if a rank is still draining a staged part, or reserves memory for
     another protection scheme after a version. Training does not wait for delayed votes
-    (:attr:`late`). A request to stop then has to name a step that no rank can have passed when
-    it receives the result: the one after the next.
+    (:attr:`late`). When votes are delayed, a request to stop has to name the step after the next
+    one, which no rank can have passed when it receives the result.
     """
 
     def __init__(self, control: WorkerControl, callbacks: WorkerCallbacks) -> None:
@@ -193,7 +195,8 @@ class Votes:
         # Steps whose versions were given up. The worker thread replaces the tuple as a whole, so
         # the training thread may read it without a lock.
         self._given_up: tuple[int, ...] = ()
-        self.late = False  # Whether votes may lag behind training, as the last vote agreed
+        # Whether votes may lag behind training, as the ranks agreed in the last vote
+        self.late = False
         self.newest_step = 0  # Step of the newest version that was handed over
         self._incarnation = -1
         self.voted_step = -1  # Step of the newest version that was voted on
@@ -201,11 +204,11 @@ class Votes:
         """Step after which this rank wants to stop, set by the training thread; 0 if it does not
         want to stop."""
         self.stop_step: int | None = None
-        """Step after which all ranks stop, the first one that a vote has named; the same on all
-        ranks. None before."""
+        """Step after which all ranks stop: the first step that a vote has named, equal on all
+        ranks; None if no vote has named one."""
         self.halt: Halt | None = None
-        """Why training must not continue, which all ranks learn in the same vote; None if it
-        may."""
+        """Reason why training must not continue, which all ranks receive in the same vote; None if
+        it may continue."""
 
     def given_up_step(self, step: int) -> int:
         """Return the newest step, at least two steps before ``step``, whose version all ranks
@@ -235,9 +238,9 @@ class Votes:
         """Vote on a version. Collective.
 
         Args:
-            own: this rank's ballot. ``own.late`` says that this rank has more to do before the
-                next vote than to seal the version. The fields about stopping and errors are
-                filled in by this method.
+            own: this rank's ballot. ``own.late`` is True if this rank has other work than sealing
+                the version to do before the next vote. This method fills in the fields about
+                stopping and errors.
 
         Raises:
             TransferError: the connection to a peer is lost, or a peer votes on another version.
@@ -266,8 +269,8 @@ class Votes:
         try:
             packed = self._control.gather_bytes(msgpack.packb(pending))
         except TransferError as error:
-            # Only record it, since the vote itself has succeeded. If a peer is gone, the next
-            # vote will fail.
+            # Only record the error, since the vote itself has succeeded. If a peer is gone, the
+            # next vote will fail.
             self._peer_errors.record("failures of other ranks cannot be received", error)
             return
         self._peer_errors.mark_sent(pending)
@@ -279,8 +282,9 @@ class Votes:
         log_peer_errors({rank: errors for rank, errors in causes.items() if errors})
 
     def resync(self, stop_step: int | None) -> None:
-        """Set the step to stop after on which the ranks agreed when they reconnected, since some
-        may have missed the last result. Until the next vote, votes count as late."""
+        """Set the step after which all ranks stop, as agreed when they reconnected, since some
+        ranks may have missed the result of the last vote. Until the next vote, votes count as
+        late."""
         self.late = True
         self.stop_step = stop_step
 
@@ -291,14 +295,13 @@ class WrittenError(ReftError):
 
 _STANDING = TypeAdapter(versions.RejoinState)
 FENCE_SECS = 300.0
-"""Longest time in seconds that an optimizer step waits for a copy. After that the version is
+"""Longest time in seconds that an optimizer step waits for a copy. After this time the version is
 given up and training continues (P6)."""
 _POLL_SECS = 0.0005  # Poll interval in seconds of a host that is ahead of its device
 LATE_PART = 0.25
-"""Fraction of a step. If the device is further than this past the state of a version that the
-worker has not begun to copy, because it is busy with an older version, the version is given up.
-Then the host does not wait any longer, so that the work it has queued in advance keeps the
-device busy."""
+"""Fraction of a step. A version waits to be copied while the worker is busy with an older one. If
+the device is further past the version's state than this fraction, the version is given up, so that
+the host need not wait and can go on queuing work for the device in advance."""
 _REJOINS = 3
 
 
@@ -309,7 +312,8 @@ class SnapshotWorker:
         control: votes and exchange.
         arenas: this rank's memory.
         copier: copies the bytes.
-        callbacks: counters, fault injection, and functions to call for versions.
+        callbacks: counters, fault injection, and functions to call when a version is committed or
+            given up.
         scheme: policy that decides which protection scheme versions have.
         features: features that take part in every version, in this order.
         gate: gate that admits the chunks of paced versions.
@@ -341,8 +345,8 @@ class SnapshotWorker:
         self.features = (scheme, *features)
         copier.features = self.features
         self.layout: GroupLayout | None = None
-        """Layout of the next version, on which all ranks have agreed; None before the first
-        agreement."""
+        """Layout of the next version, on which all ranks have agreed; None before they have agreed
+        on one."""
         self._ring = RingExchange(control, topology)
         self.written_tensors: set[str] = set()
         """Names of tensors that the script has written while a version was copied from them."""
@@ -353,12 +357,13 @@ class SnapshotWorker:
         self._peer_errors = callbacks.peer_errors
         self._vote_missed = False
         self._broke_off = ""
-        # Whether the log says that versions are being given up, and not yet that they are
-        # committed again
+        # True after the log has reported that versions are being given up, until it has reported
+        # that they are committed again
         self._reported_stale = False
         self._gate = gate or Gate()
         self._writer: ArenaWriter | None = None
-        """Writer of the arena of the version in progress; None if none is, or it was given up."""
+        """Writer of the arena of the version in progress; None if no version is in progress, or it
+        was given up."""
         # Last version that was copied; None before the first
         self._version: CopiedVersion | None = None
         self._records: list[ChunkRecord] = []
@@ -396,8 +401,8 @@ class SnapshotWorker:
                 self._changed.notify_all()
             rest: list[versions.Effect] = []
             for effect in effects:
-                # Enter and leave the gate with the lock held. Otherwise the effect of the other
-                # thread's next event could reach the gate before this one.
+                # Enter and leave the gate with the lock held. Otherwise an effect of the other
+                # thread's next event could reach the gate before this effect.
                 match effect:
                     case versions.EnterGate(draining):
                         self._gate.enter(draining)
@@ -431,7 +436,8 @@ class SnapshotWorker:
 
     @property
     def _fence_waiting(self) -> bool:
-        """Whether training waits for a copy at the fence, or will soon."""
+        """Whether training waits for a copy at the fence (right before the optimizer writes), or
+        will wait soon."""
         state = self._state
         return state.fence_near and state.holds_training
 
@@ -463,14 +469,16 @@ class SnapshotWorker:
             self._carry_out(effect)
 
     def near_fence(self) -> None:
-        """Announce that the fence comes soon, so that the rest is copied now, while training
-        does the work that precedes its writes.
+        """Announce that training will soon reach the fence, where it waits for copies. The rest of
+        the version is copied now, while training does the work that precedes the optimizer's
+        writes.
 
         On a CPU, versions whose copies have not started are cancelled. With a device, which has
         not reached this point yet, their copies may still start.
         """
         self._notify(versions.FenceNear(ahead=self.copier.engine.asynchronous))
-        # A staged version does not make training wait, and is drained in windows.
+        # Do not expedite a staged version: it does not make training wait, and is drained in
+        # windows.
         if self._state.holds_training and not self._state.staged:
             self._gate.expedite()
 
@@ -501,17 +509,17 @@ class SnapshotWorker:
         # Check before TENSORS_CHANGE: all writes of the script are counted by now, and the
         # optimizer has not started to write.
         self.check_tensors()
-        # P2: from here on the tensors belong to the next step, and a version that is still being
-        # copied is given up. Apply this event before the device's fence: once it is applied, the
-        # worker queues no more copies of the version, so none can be queued after the fence.
+        # P2: after this event the tensors belong to the next step, and a version that is still
+        # being copied is given up. Apply the event before the device's fence: once it is applied,
+        # the worker queues no more copies of the version, so none can be queued after the fence.
         self._notify(Signal.TENSORS_CHANGE)
         self.copier.fence()
         return time.perf_counter() - began
 
     def check_between_passes(self) -> None:
-        """Call :meth:`check_tensors` between two passes, before the fence. Not done while a
-        device may still have copies to make: a write that the script launches after this call
-        could be executed before these copies."""
+        """Call :meth:`check_tensors` between two forward or backward passes, before the fence. Not
+        done while a device may still have copies to make: a write that the script launches after
+        this call could be executed before these copies."""
         if not (self.copier.engine.asynchronous and self._state.task is Task.COPY):
             self.check_tensors()
 
@@ -527,7 +535,7 @@ class SnapshotWorker:
         if not self._state.unchecked:
             return
         with self._changed:
-            # The worker may have given up the version since the line above.
+            # The worker may have given up a version since the requests were read.
             waiting = [r for r in self._requests if r.version.unchecked and r.version.cause is None]
         if not waiting or waiting[0].written is None:
             return
@@ -542,7 +550,7 @@ class SnapshotWorker:
         self._notify(versions.TensorsChecked(cause))
 
     def _await_device(self) -> None:
-        """Wait while the host is ahead of its device and a version's copy has yet to start.
+        """Wait while the host is ahead of its device and the copy of a version has yet to start.
 
         The copy of the next version in line starts within milliseconds, and may start until the
         device has reached the optimizer's write. The copy of a version that waits for an older
@@ -551,8 +559,8 @@ class SnapshotWorker:
         and the copy would not end before the write.
         """
         now = time.perf_counter()
-        # Duration of a step by the host's clock, which equals the device's because this method
-        # makes the host wait.
+        # Duration of a step on the host. It equals that on the device, because this method makes
+        # the host wait for the device.
         step_secs = now - self._fenced_at
         late_secs = LATE_PART * step_secs
         self._fenced_at = now
@@ -560,8 +568,7 @@ class SnapshotWorker:
             return
         engine, until = self.copier.engine, now + FENCE_SECS
         at_write, at_state = engine.stamp(), self.copier.begun
-        # If the device has already passed the state, take the time of the hand-over as the time
-        # at which it did.
+        # If the device has already passed the state, assume that it did so at the hand-over.
         passed_at = self._handed_over_at if engine.reached(at_state) else None
         with self._changed:
             while self._state.may_begin and not engine.reached(at_write) and now < until:
@@ -578,8 +585,8 @@ class SnapshotWorker:
 
     @contextmanager
     def _hurried(self) -> Iterator[None]:
-        """Context in which the gate admits everything. After it nothing is admitted, except
-        parts that are still to be drained."""
+        """Inside this context, the gate lets every copy run; afterwards it lets none run, except
+        copies of parts still staged on the device."""
         self._gate.expedite()
         try:
             yield
@@ -593,8 +600,8 @@ class SnapshotWorker:
         """Wait until the ranks have voted on the version of ``step`` and this rank knows the
         result.
 
-        Does not wait while the ranks have agreed that votes may lag. After a wait has timed out,
-        it does not wait again until the votes have caught up, because a commit must not block
+        Does not wait while the ranks have agreed that votes may lag. After one wait has timed out,
+        later calls do not wait until the votes have caught up, because a commit must not block
         steps (P6).
         """
         votes = self.votes
@@ -617,7 +624,7 @@ class SnapshotWorker:
 
     @property
     def broken(self) -> str | None:
-        """Why this worker has stopped taking versions; None while it takes them."""
+        """Reason why this worker has stopped taking versions; None while it takes them."""
         return self._state.broken
 
     def drain(self, timeout_secs: float) -> bool:
@@ -639,7 +646,8 @@ class SnapshotWorker:
         if not self._thread.is_alive():
             self.control.leave()
         self.copier.close()
-        # Otherwise the thread may be in a copy that does not return
+        # A thread that is still alive may be in a copy that does not return, so keep the arenas
+        # mapped
         if not self._thread.is_alive():
             self.arenas.close()
 
@@ -736,16 +744,17 @@ class SnapshotWorker:
         layout = self.layout
         if layout is None:  # The layout was dropped because arena files were lost
             return Signal.UNFIT
-        # Do this without a permit: it may take a minute to wait for a reader of the slot or to
-        # create an arena, and training waits for the holder of a permit when a window closes.
+        # Begin the arena without a permit of the gate: waiting for a reader of the slot, or
+        # creating the arena, may take a minute, and training waits for the holder of a permit when
+        # a window closes.
         self._writer = self.arenas.begin(
             request.label,
             layout,
             wait=request.required,
             taken=lambda slot: self._apply(versions.SlotTaken(slot)),
         )
-        # On a CPU, preparing the copy takes computing time, so it needs a permit. On a device it
-        # does not disturb training, and the permits of windows are for bytes only.
+        # On a CPU, preparing the copy takes computing time, so it needs a permit. On a device the
+        # preparation does not disturb training, and permits are only for bytes.
         permit = Permit(0) if self.copier.engine.asynchronous else gate.admit()
         began = time.perf_counter()
         try:
@@ -769,7 +778,8 @@ class SnapshotWorker:
             on_released=self._released,
             may_stage=(lambda: self._fence_waiting) if request.paced else None,
         )
-        # Do this last: it may wait for the device, and training has been released by now.
+        # Write the host state last: this may wait for the device, and training has been released by
+        # now.
         for placed in writer.local_blocks:
             if placed.key.section is Section.HOST:
                 writer.write_host(placed, request.host_blob)
@@ -783,7 +793,7 @@ class SnapshotWorker:
             )
 
     def _released(self) -> None:
-        """Release training, since everything was copied or is staged on the device."""
+        """Release training, since every byte was copied or is staged on the device."""
         staged = sum(item.chunk.nbytes for item in self.copier.staged)
         if staged:
             self.callbacks.stats.staged += 1
@@ -868,9 +878,9 @@ class SnapshotWorker:
     # -- exchange with peers, and seal -------------------------------------------------------------
 
     def _seal(self, request: SnapshotRequest) -> versions.Event:
-        """Exchange bytes with the ring peers, and seal the slot. Collective in the group. A rank
-        that cannot seal takes part as well, since peers wait for its blocks; they learn of its
-        failure in the vote."""
+        """Exchange bytes with the ring peers, and seal the slot. Collective in the sharding group.
+        A rank that cannot seal takes part as well, since peers wait for its blocks; the peers
+        receive its failure with the vote."""
         writer = self._writer
         assert writer is not None  # The version was copied into this arena
         failure = self._drain(request, writer)
@@ -892,13 +902,12 @@ class SnapshotWorker:
         except TransferError:
             raise
         except Exception as error:
-            # Peers may be waiting for blocks that this rank has not sent. A TransferError closes
-            # this rank's connections, which ends the peers' wait.
+            # Raise a TransferError, which closes this rank's connections: peers may be waiting for
+            # blocks that this rank has not sent, and the closed connection ends their wait.
             raise TransferError(f"the exchange failed: {type(error).__name__}: {error}") from error
         failure = failure or differs or self._await_check()
-        # P2: a rank may find out only after sending its bytes that they are not the state of the
-        # step. If a peer sealed such bytes, they would be restored after a loss of that rank's
-        # node.
+        # P2: a rank may find only after sending its bytes that they are not the state of the step.
+        # If a peer sealed them, they would be restored after a loss of the sending rank's node.
         refused = self._ring.confirm(writer, is_true=failure is None)
         if refused and failure is None:
             failure = versions.PEER_NOT_SEALED
@@ -907,9 +916,9 @@ class SnapshotWorker:
 
     def _await_check(self) -> SkipCause | None:
         """Wait until the training thread has compared the write counts, which it does at the
-        next fence at the latest. A slot that was recorded SEALED earlier could be recovered
-        although the script had written to the tensors during the copy. Returns why the version
-        must not be sealed; None if it may be."""
+        next fence at the latest. Without this wait, a recovery could use a SEALED slot although the
+        script had written to the tensors during the copy. Returns the cause why the version must
+        not be sealed; None if it may be sealed."""
         with self._changed:
             self._changed.wait_for(
                 lambda: not self._state.head.unchecked or self._state.head.cause is not None
@@ -917,7 +926,7 @@ class SnapshotWorker:
             return self._state.head.cause
 
     def _exchange(self, version: CopiedVersion) -> tuple[Sequence[PlacedBlock], SkipCause | None]:
-        """Recompute or receive the blocks of peers. Collective in the group.
+        """Recompute or receive the blocks of peers. Collective in the sharding group.
 
         Returns:
             The received blocks, whose checksums have yet to be compared, and why the version
@@ -940,7 +949,7 @@ class SnapshotWorker:
         faults, number = self.callbacks.faults, writer.label.step
         faults.reach(FaultPoint.BEFORE_SEAL, number)
         writer.seal()
-        # The file may have been removed in the meantime; then the version could not be recovered
+        # Fail if the arena's file was removed in the meantime: the version could not be recovered
         # from it (P3).
         lost = writer.arena.lost()
         if lost is not None:
@@ -960,7 +969,8 @@ class SnapshotWorker:
         self._peer_errors.run_guarded(
             "a commit cannot be reported", lambda: self.callbacks.on_commit(label)
         )
-        # Do this after the report, since planning the next versions may wait for the device.
+        # Call the features after reporting the commit, since planning the next versions may wait
+        # for the device.
         assert self._version is not None
         for feature in self.features:
             self._peer_errors.run_guarded(
@@ -1063,10 +1073,11 @@ class SnapshotWorker:
     # -- after a version failed on one rank (P6) ---------------------------------------------------
 
     def _rejoin(self) -> versions.Event:
-        """Connect to all ranks again, and agree on the version after which to continue.
+        """Connect to all ranks again, and agree on the version after which they continue.
         Collective.
 
-        This fails if peers are gone; training notices the loss on its own, and the job restarts.
+        Connecting fails if a peer is gone; training notices the loss independently, and the job
+        restarts.
         """
         for _ in range(_REJOINS):
             if self._state.closing:
@@ -1087,15 +1098,15 @@ class SnapshotWorker:
         return versions.RejoinFailed(self._broke_off)
 
     def _agree_where_to_go_on(self, state: RankState) -> versions.Rejoined:
-        """Exchange the ranks' states, and agree on the version after which to continue.
+        """Exchange the states of all ranks, and agree on the version after which they continue.
         Collective."""
         mine = versions.RejoinState(state.newest, state.slots.committed_label, self.votes.stop_step)
         told = self.control.gather_bytes(_STANDING.dump_json(mine))
         agreed = versions.resume_from(list(map(_STANDING.validate_json, told)))
         for feature in self.features:
             feature.rejoined()
-        # Do this after resetting the features: when the training thread reads ``late``, it must
-        # see their reset state.
+        # Set ``late`` after resetting the features: a training thread that reads it must see the
+        # features' reset state.
         self.votes.resync(agreed.stop_step)
         self._forget_arenas()
         # The ranks will agree on a layout before the next version
@@ -1107,8 +1118,8 @@ class SnapshotWorker:
 
 
 def _attempt(act: Callable[[], object]) -> SkipCause | None:
-    """Run ``act``, and return the cause if it failed, otherwise None. Only a TransferError is
-    raised."""
+    """Run ``act``. Return the cause if it failed; None if it succeeded. Raises only
+    TransferError."""
     try:
         act()
     except TransferError:

@@ -1,2 +1,2 @@
-"""The state of an engine: images (the bytes) of its tensors, values on the host, and one adapter
-for each optimizer class."""
+"""The state of an engine: images (the bytes of its tensors as one sequence), values on the host,
+and one adapter for each optimizer class."""

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 _FAR = 1 << 20
-"""DeepSpeed's C++ Adam caches powers of beta. A call for a step that is this many steps ahead
-makes it discard the cached powers and compute them anew."""
+"""DeepSpeed's C++ Adam caches powers of beta. A call for a step that is this number of steps ahead
+makes it discard the cached powers and compute them again."""
 
 
 class AdamKind(StrEnum):
@@ -32,10 +32,11 @@ class AdamKind(StrEnum):
 def replay_powers(
     kind: AdamKind, optimizer: Any, groups: Sequence[tuple[Mapping[str, Any], int, int]]
 ) -> None:
-    """Bring the powers of beta that the C++ optimizer caches to what they are after it has made
-    all of its steps one by one.
+    """Set the powers of beta that the C++ optimizer caches to the values after all of its steps.
+    The optimizer multiplies the powers in every step; computed directly, they would differ in the
+    last bits.
 
-    The steps are repeated on tensors of one element.
+    The function repeats the steps on tensors of one element.
 
     Args:
         kind: kind of the optimizer, one of DeepSpeed's two C++ optimizers.

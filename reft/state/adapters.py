@@ -1,4 +1,5 @@
-"""One adapter per optimizer class that DeepSpeed gives.
+"""Adapters, which read and restore the state of an engine's model and optimizer: one for each class
+of optimizer that ``deepspeed.initialize`` returns.
 
 ========================== =================================================== ==================
 class                      when (DeepSpeed 0.17 to 0.19)                       optimizer state is
@@ -13,19 +14,20 @@ torch / DeepSpeed / client fp32, ZeRO-0                                        r
 ``.. _Stage3``             ZeRO-3                                              owned
 ========================== =================================================== ==================
 
-From 0.17.6 to 0.18.4 two constants of DeepSpeed had one value, so that bf16 got the fp16 wrappers
-wherever the table says ``BF16_Optimizer``.
+From DeepSpeed 0.17.6 to 0.18.4, bf16 training gets the fp16 wrappers where the table says
+``BF16_Optimizer``, because two of DeepSpeed's constants had the same value.
 
-All share one shape: the model's own parameters (frozen ones too) are replicated, and owned at
-ZeRO-3; below them sits a
-``torch.optim.Optimizer`` whose parameters are the model's own, fp32 masters, or this rank's
-partition of them. ``master`` tensors are what that optimizer updates. Tensors of its ``state``
-belong to a section image; numbers, zero-dimensional CPU tensors (torch keeps ``step`` so) and
-everything else that can be encoded are host values. The exact class is looked up: a subclass may
-hold more, so it is refused.
+All classes have the same structure. The model's parameters, including frozen ones, are replicated;
+at ZeRO-3 they are owned (partitioned over the data-parallel peers). The innermost optimizer is a
+``torch.optim.Optimizer``. It updates the *masters*: the model's own parameters, fp32 copies of
+them, or this rank's partition of such copies. Tensors in the optimizer's ``state`` belong to a
+section image. Host values are numbers, zero-dimensional CPU tensors (as which torch stores
+``step``) and everything else that can be encoded. An adapter is found by the exact class of the
+wrapper; subclasses are refused, because they may hold other state.
 
-Restoring never replaces a tensor that fits: DeepSpeed and learning-rate schedulers hold references
-to the tensors, to the group dicts and to fragments of the flat buffers.
+A restore writes into existing tensors if dtype and shape match, instead of replacing them:
+DeepSpeed and learning-rate schedulers hold references to the tensors, to the group dicts and to
+fragments of the flat buffers.
 """
 
 from __future__ import annotations
@@ -55,33 +57,37 @@ from reft.state.idle import (
 from reft.state.supported import check_engine, check_optimizer, refuse, refuse_class
 
 Partitions = dict[str, list[tuple[str, int]]]
-"""By name of a partitioned tensor, what it has parts of: names that are the same at every
-data-parallel degree, with their elements without padding. Every peer has an equal part of each, in
-order. An optimizer's state is partitioned as its master."""
+"""For each partitioned tensor, by its name, the units of which it holds this rank's parts, in
+order: name of the unit (equal at every data-parallel degree) and number of its elements without
+padding. Every data-parallel peer has an equal part of each unit. The optimizer state of a master is
+partitioned like the master."""
 
 ParamLayout = list[list[str]] | None
-"""``[key, kind]`` per state entry in the optimizer's order; None before the optimizer made any."""
+"""``[key, kind]`` of each state entry of a parameter, in the optimizer's order; None if the
+optimizer has not created the entries yet."""
 
 _MOMENTS = 2
 _HOST = "host"
 _PARAM = "param"
-_LEAST_HUGE_BYTES = 2**20  # Smaller tensors come from memory that the allocator reuses
+# Smaller tensors get memory that the allocator reuses, so no hint is given for them
+_LEAST_HUGE_BYTES = 2**20
 
 
 class OptimizerState:
-    """View of one innermost optimizer; ``group`` and ``position`` number its parameters.
-    ``prefix``: of the names of its tensors, where a rank has several optimizers."""
+    """The state of one innermost optimizer, whose parameters are numbered by ``group`` and by
+    ``position`` in the group. ``prefix`` is put before the names of its tensors if a rank has
+    several optimizers."""
 
     def __init__(self, optimizer: Any, prefix: str = "") -> None:
         self.optimizer = optimizer
         self._prefix = prefix
 
     def groups(self) -> list[list[torch.Tensor]]:
-        """The optimizer's parameters, by its groups."""
+        """Return the optimizer's parameters by group."""
         return [group["params"] for group in self.optimizer.param_groups]
 
     def params(self) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """``(group, position, parameter)`` of every parameter."""
+        """Yield ``(group, position, parameter)`` for every parameter."""
         for g, group in enumerate(self.groups()):
             for i, param in enumerate(group):
                 yield g, i, param
@@ -89,11 +95,12 @@ class OptimizerState:
     # -- image tensors ---------------------------------------------------------------------------
 
     def masters(self) -> list[tuple[str, torch.Tensor]]:
-        """What the optimizer updates, named ``master.<group>.<position>``."""
+        """Return the parameters that the optimizer updates, each with the name
+        ``master.<group>.<position>``."""
         return [(f"{self._prefix}master.{g}.{i}", p) for g, i, p in self.params()]
 
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
-        """State tensors, named ``optimizer.<group>.<position>.<key>``."""
+        """Return the state tensors, each with the name ``optimizer.<group>.<position>.<key>``."""
         return [
             (self._prefix + _name(g, i, key), value)
             for g, i, p in self.params()
@@ -102,8 +109,8 @@ class OptimizerState:
         ]
 
     def pointers(self) -> tuple[tuple[int, int], ...]:
-        """Address and size of every parameter and state tensor; changes when any appears or
-        moves."""
+        """Return address and size of every parameter and state tensor. The result changes when a
+        tensor appears or moves."""
         found: list[tuple[int, int]] = []
         for _, _, p in self.params():
             tensors = (value for _, value in self._entries(p) if _kind(value, p) != _HOST)
@@ -111,12 +118,13 @@ class OptimizerState:
         return tuple(found)
 
     def ready(self) -> bool:
-        """Whether every parameter has state (DeepSpeed links fragments of it only then)."""
+        """Return whether every parameter has state. DeepSpeed links the model's parameters to
+        fragments of the state only then."""
         return all(len(self._entries(p)) for _, _, p in self.params())
 
     def missing_bytes(self) -> int:
-        """What the first step will add for parameters without state yet: two moments of each, as
-        Adam."""
+        """Return the number of bytes that the first step will add for parameters without state, on
+        the assumption that it creates two moments for each, as Adam does."""
         bare = (p for _, _, p in self.params() if p.requires_grad and not self._entries(p))
         return sum(_MOMENTS * p.numel() * p.element_size() for p in bare)
 
@@ -127,7 +135,8 @@ class OptimizerState:
     # -- host values -----------------------------------------------------------------------------
 
     def layout(self) -> list[list[ParamLayout]]:
-        """What state every parameter has; depends on the layout only, not on the step."""
+        """Return key and kind of every parameter's state entries. They depend only on the layout,
+        not on the step."""
         state = self.optimizer.state
         return [
             [
@@ -138,11 +147,12 @@ class OptimizerState:
         ]
 
     def values(self) -> list[list[dict[str, Any]]]:
-        """Host values per group and parameter (no tensor of it aliases a live one)."""
+        """Return the host values by group and parameter. Tensors in the result are copies."""
         return [
             [
                 {
-                    # Usually one counter per parameter, which needs no name for an error message.
+                    # Most values are the step counter of a parameter, so save the time to make a
+                    # name for an error message.
                     k: v.detach().clone() if type(v) is torch.Tensor else _copied(v, _name(g, i, k))
                     for k, v in self._entries(p)
                     if _kind(v, p) == _HOST
@@ -153,7 +163,8 @@ class OptimizerState:
         ]
 
     def extra(self) -> dict[str, Any]:
-        """State that belongs to no parameter: the entries whose key is a string."""
+        """Return the state that belongs to no parameter: the entries of ``state`` whose key is a
+        string."""
         return {
             k: _copied(v, f"optimizer.{k}")
             for k, v in self.optimizer.state.items()
@@ -161,7 +172,7 @@ class OptimizerState:
         }
 
     def param_groups(self) -> list[dict[str, Any]]:
-        """Hyper-parameters and counters of every group, without the parameters."""
+        """Return hyper-parameters and counters of every group, without the parameters."""
         return [
             {k: _copied(v, f"param_groups[{g}][{k!r}]") for k, v in group.items() if k != "params"}
             for g, group in enumerate(self.optimizer.param_groups)
@@ -170,8 +181,9 @@ class OptimizerState:
     # -- restore ---------------------------------------------------------------------------------
 
     def materialise(self, layout: list[list[ParamLayout]], specs: Mapping[str, TensorSpec]) -> None:
-        """Give every parameter exactly the state entries of ``layout``, as the optimizer would
-        have: same keys, order, dtypes and devices. Tensors that fit stay; the bytes come later."""
+        """Give every parameter exactly the state entries of ``layout``, with the keys, order,
+        dtypes and devices that the optimizer itself would choose. Existing tensors stay if they
+        match. The content of the tensors is written later."""
         found = [len(group) for group in self.groups()]
         wanted = [len(group) for group in layout]
         if found != wanted:
@@ -212,7 +224,7 @@ class OptimizerState:
         live.update(made)
 
     def restore_values(self, values: list[list[dict[str, Any]]], extra: Mapping[str, Any]) -> None:
-        """Put host values back; needs :meth:`materialise` first."""
+        """Restore host values. :meth:`materialise` must be called before."""
         for g, i, p in self.params():
             if values[g][i]:
                 live = self.optimizer.state[p]
@@ -222,8 +234,7 @@ class OptimizerState:
             self.optimizer.state[key] = _put(None, value)
 
     def restore_groups(self, groups: list[dict[str, Any]]) -> None:
-        """Put hyper-parameters back into the live group dicts (schedulers hold references to
-        them)."""
+        """Restore hyper-parameters in the live group dicts, to which schedulers hold references."""
         for live, saved in zip(self.optimizer.param_groups, groups, strict=True):
             for key, value in saved.items():
                 live[key] = _put(live.get(key), value)
@@ -234,15 +245,16 @@ def _name(group: int, position: int, key: str) -> str:
 
 
 def _kind(value: Any, param: torch.Tensor) -> str:
-    """``host``, ``param`` (a tensor beside its parameter) or the type of another device."""
+    """Return the kind of a state entry: ``host`` for a host value, ``param`` for a tensor on the
+    device of its parameter, or the type of another device."""
     if not isinstance(value, torch.Tensor) or (value.dim() == 0 and value.device.type == "cpu"):
         return _HOST
     return _PARAM if value.device == param.device else value.device.type
 
 
 def _copied(value: Any, path: str) -> Any:
-    """The value, without aliases of live tensors; refuses device tensors inside containers, whose
-    device and identity would be lost."""
+    """Return a copy of a value that shares no memory with live tensors. Refuses a container that
+    holds device tensors, because a restore could not recover their device and identity."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if type(value) in (dict, OrderedDict):
@@ -263,8 +275,8 @@ def _copied_inside(value: Any, path: str) -> Any:
 
 
 def _fitting(live: Any, spec: TensorSpec, device: torch.device) -> torch.Tensor:
-    """The live tensor if it fits ``spec``, else a new one (its bytes are written by the
-    restore)."""
+    """Return the live tensor if it matches ``spec``; otherwise a new tensor, whose bytes are
+    written later in the restore."""
     if (
         isinstance(live, torch.Tensor)
         and live.device == device
@@ -277,7 +289,8 @@ def _fitting(live: Any, spec: TensorSpec, device: torch.device) -> torch.Tensor:
 
 
 def _put(live: Any, value: Any) -> Any:
-    """What to store for a restored value: the live tensor overwritten in place where it fits."""
+    """Return the object to store for a restored value: the live tensor with the new content if both
+    match, otherwise the value."""
     if isinstance(value, torch.Tensor):
         if isinstance(live, torch.Tensor) and (live.dtype, live.shape) == (
             value.dtype,
@@ -294,7 +307,7 @@ def _put(live: Any, value: Any) -> Any:
 
 @cache
 def _madvise() -> Any:
-    """libc's ``madvise``, or None where the system has none."""
+    """Return libc's ``madvise``; None if the system lacks it."""
     found = getattr(ctypes.CDLL(None, use_errno=True), "madvise", None)
     if found is None or not hasattr(mmap, "MADV_HUGEPAGE"):
         return None
@@ -303,26 +316,28 @@ def _madvise() -> Any:
 
 
 def _advise_huge_pages(tensor: torch.Tensor) -> None:
-    """Hint that the pages of a large CPU tensor, not written yet, may be huge: at 4 KiB a page, the
-    moments of Adam are touched at a third of the speed of copying. Never fails."""
+    """Let the kernel use huge pages for a large CPU tensor that has not been written yet. With
+    pages of 4 KiB, the first write to Adam's moments is three times as slow as a copy. Never
+    fails."""
     storage, madvise = tensor.untyped_storage(), _madvise()
     if tensor.device.type != "cpu" or storage.nbytes() < _LEAST_HUGE_BYTES or madvise is None:
         return
-    # Outwards to whole pages: neighbours of one mapping are merged, so huge pages may span tensors.
+    # Extend the range to whole pages. The kernel merges neighbouring ranges, so that a huge page
+    # may span several tensors.
     begin = storage.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
     stop = -(-(storage.data_ptr() + storage.nbytes()) // mmap.PAGESIZE) * mmap.PAGESIZE
     madvise(begin, stop - begin, mmap.MADV_HUGEPAGE)
 
 
 def replay(state: OptimizerState, class_path: str) -> None:
-    """Bring DeepSpeed's C++ optimizer to where the steps of ``state`` left it. Does nothing for
-    others."""
+    """Restore the powers that DeepSpeed's C++ optimizers cache outside of ``state``, from the step
+    counts in ``state``. Does nothing for other optimizers."""
     if class_path not in (AdamKind.DEEPSPEED_FUSED, AdamKind.DEEPSPEED_CPU):
         return
     groups = []
     for group, params in zip(state.optimizer.param_groups, state.groups(), strict=True):
         entries = [state.optimizer.state.get(p) for p in params if p.device.type == "cpu"]
-        # FusedAdam counts in the last parameter of the group only.
+        # FusedAdam keeps its step count only in the state of a group's last parameter.
         steps = [int(e["step"]) for e in entries if e and "step" in e]
         groups.append((group, len(steps), max(steps, default=0)))
     replay_powers(AdamKind(class_path), state.optimizer, groups)
@@ -348,18 +363,19 @@ _LOSS_SCALE = (
 
 
 class StateAdapter:
-    """A :class:`~reft.state.catalogue.Adapter` of everything of a DeepSpeed engine's model and
-    optimizer."""
+    """The :class:`~reft.state.catalogue.Adapter` to a DeepSpeed engine's model and optimizer.
+    Subclasses serve the classes of optimizer wrappers."""
 
     owned: ClassVar[bool]
-    """Whether masters and optimizer state are this rank's partition (else equal on all DP
-    peers)."""
+    """True if masters and optimizer state are this rank's partition, False if they are equal on all
+    data-parallel peers."""
     flat: ClassVar[bool] = False
-    """Whether the optimizer has the parameters of a group in one tensor, end to end."""
+    """True if one tensor of the optimizer holds all parameters of a group, end to end."""
     attributes: ClassVar[tuple[str, ...]] = (
         *("overflow", "clip_grad", "custom_loss_scaler", "external_loss_scale"),
     )
-    """Attributes of the wrapper that change while training or that its checkpoints hold."""
+    """Names of the wrapper's attributes that change during training or that are in DeepSpeed's
+    checkpoints."""
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
@@ -372,9 +388,10 @@ class StateAdapter:
         self._places: dict[str, int] = {
             f"model.{name}": int(p.requires_grad) for name, p in engine.module.named_parameters()
         }
-        """Order of the model's parameters in the images: at the start the frozen ones are first, so
-        that their blocks, which need not be copied again, hold nothing that changes. After a
-        restore it is the version's: scripts freeze and release parameters while they train."""
+        """Sort key of each of the model's parameters in the images. At the start, frozen parameters
+        come first, so that their blocks contain no bytes that change and need not be copied again.
+        After a restore the order is that of the version, because a script may freeze and release
+        parameters during training."""
 
     def _optimizer_state(self) -> OptimizerState:
         return OptimizerState(self.wrapper.optimizer)
@@ -383,15 +400,16 @@ class StateAdapter:
         return IdleParameters(self.engine)
 
     def check(self) -> None:
-        """Refuse what this class may hold but the adapter does not know."""
+        """Refuse an optimizer that holds state which the adapter does not capture. Raises
+        UnsupportedStateError."""
         check_optimizer(self.state.optimizer)
 
     def _group_sizes(self) -> list[int]:
         return [len(group) for group in self.state.groups()]
 
     def why_groups_are_lost(self) -> str | None:
-        """What the script has changed about the parameter groups since the start that cannot be
-        restored, and what to write; None where there is nothing."""
+        """Return a message if the script has changed the parameter groups since the start in a way
+        that cannot be restored, with the change to make in the script; None if it has not."""
         now = self._group_sizes()
         if now == self._sizes:
             return None
@@ -444,15 +462,16 @@ class StateAdapter:
         return replicated.nbytes + missing, 0
 
     def frozen_bytes(self) -> int:
-        """Bytes of this rank's part of the parameters that are not trained."""
+        """Return the number of bytes of this rank's part of the frozen parameters."""
         parameters = self.engine.module.parameters()
         frozen = [getattr(p, "ds_tensor", p) for p in parameters if not p.requires_grad]
         return sum(p.numel() * p.element_size() for p in frozen)
 
     def coming_host_bytes(self) -> int:
-        """Host memory that the first step takes, where a device trains: the moments of an offloaded
-        optimizer, and its gradients, which are there but have no pages before they are written."""
-        names = ("cpu_offload", "offload_optimizer")  # of ZeRO-1 and 2, of ZeRO-3
+        """Return the bytes of host memory that the first step will take if a device trains: the
+        moments of an offloaded optimizer, and its gradients, whose tensors exist but have no memory
+        pages until they are written."""
+        names = ("cpu_offload", "offload_optimizer")  # Attributes at ZeRO-1 and 2, and at ZeRO-3
         offloaded = any(vars(self.wrapper).get(name) for name in names)
         missing = self.state.missing_bytes() if offloaded else 0
         return missing + missing // _MOMENTS
@@ -462,7 +481,8 @@ class StateAdapter:
         return tuple((t.data_ptr(), t.numel()) for t in tensors), self.state.pointers()
 
     def host_state(self) -> dict[str, Any]:
-        """What is not in the images, encodable. Taken at a step boundary."""
+        """Return the state that is not in the images, as encodable values. Called at a step
+        boundary."""
         return {
             "wrapper": class_path(self.wrapper),
             "optimizer": class_path(self.state.optimizer),
@@ -476,7 +496,8 @@ class StateAdapter:
         }
 
     def _scale_holder(self) -> Any:
-        """The object with the loss scale's fields: up to 0.17 the fp16 wrappers themselves."""
+        """Return the object that has the loss scale's attributes. Up to DeepSpeed 0.17 it is the
+        fp16 wrapper itself."""
         holders = (vars(self.wrapper).get(name) for name in ("loss_scaler", "loss_scale_config"))
         return next((holder for holder in holders if holder is not None), self.wrapper)
 
@@ -486,10 +507,12 @@ class StateAdapter:
     # -- restore ---------------------------------------------------------------------------------
 
     def partitioned(self, host_state: Mapping[str, Any]) -> Partitions:
-        """What the partitioned tensors of the owned image have parts of.
+        """Return the units of which the partitioned tensors in the owned image hold parts; see
+        :data:`Partitions`.
 
         Args:
-            host_state: what :meth:`host_state` returned, here or at another data-parallel degree.
+            host_state: result of :meth:`host_state`, of this job or of a job with another
+                data-parallel degree.
 
         Raises:
             LayoutError: the state cannot be resumed at another degree.
@@ -497,15 +520,17 @@ class StateAdapter:
         return {}
 
     def grouped(self) -> list[list[torch.Tensor]]:
-        """The model's parameters by the optimizer's groups, in its order."""
+        """Return the model's parameters by the optimizer's groups, in the optimizer's order. Raises
+        LayoutError if they are not known."""
         raise LayoutError(
             f"{class_path(self.wrapper)} cannot be resumed in another layout; "
             "zero_optimization.stage 1, or fp32 without ZeRO, can"
         )
 
     def state_like_masters(self, host_state: dict[str, Any]) -> None:
-        """Give every parameter of the optimizer the state that :meth:`host_state` of another layout
-        lists for its group, each tensor shaped as the parameter. The bytes come later."""
+        """Create state for every parameter of the optimizer from the :meth:`host_state` of another
+        layout: the entries listed for the parameter's group, with tensors of the parameter's shape.
+        The content of the tensors is written later."""
         self._check_same(host_state)
         self._spread(host_state)
         specs = {
@@ -516,8 +541,9 @@ class StateAdapter:
         self.state.materialise(host_state["layout"], specs)
 
     def _spread(self, host_state: dict[str, Any]) -> None:
-        """Change the lists of a host state of another layout to this job's parameters: each has
-        what all parameters of its group had."""
+        """Adapt the lists in the host state of another layout to this job's parameters. Each
+        parameter gets the entries and counters that all parameters of its group had in the other
+        layout."""
         layout, values = [], []
         for number, group in enumerate(self.state.groups()):
             entries, counters = host_state["layout"][number], host_state["state"][number]
@@ -533,14 +559,14 @@ class StateAdapter:
     def prepare_resized(
         self, manifest: Manifest, host_state: dict[str, Any]
     ) -> tuple[SectionImage, SectionImage]:
-        """:meth:`prepare` for a version of another data-parallel degree.
+        """Do :meth:`prepare` for a version of another data-parallel degree.
 
         Args:
             manifest: the version's tensors on one of its ranks.
-            host_state: the state of that rank; changed to that of this rank.
+            host_state: the host state of that rank; changed in place to the state for this rank.
 
         Returns:
-            Images of this degree, whose bytes are to be written.
+            The images at this job's degree, into which the bytes are to be written.
         """
         if not self.owned:
             return self.prepare(manifest, host_state)
@@ -552,7 +578,7 @@ class StateAdapter:
         for g, i, master in self.state.params():
             for key, _ in host_state["layout"][g][i] or ():
                 spec = stored.get(_name(g, 0, key))
-                if spec is None:  # a host value
+                if spec is None:  # A host value, which has no tensor
                     continue
                 if spec.shape == stored[f"master.{g}.0"].shape:
                     spec = replace(spec, shape=tuple(master.shape), stride=master.stride())
@@ -585,14 +611,14 @@ class StateAdapter:
                 )
 
     def finish(self, host_state: dict[str, Any]) -> None:
-        """After the bytes are in place: hyper-parameters, counters, loss scale, links. May be
-        called again."""
+        """Restore hyper-parameters, counters, loss scale and DeepSpeed's links to the tensors.
+        Called after the tensors' bytes were written; may be called repeatedly."""
         self.state.restore_groups(host_state["param_groups"])
         self.state.restore_values(host_state["state"], host_state["extra"])
         self.restore_caches(host_state)
 
     def restore_caches(self, host_state: dict[str, Any]) -> None:
-        """The part of :meth:`finish` that DeepSpeed's own ``load_checkpoint`` leaves out."""
+        """Restore what :meth:`finish` restores but DeepSpeed's own ``load_checkpoint`` does not."""
         for name, value in host_state["attributes"].items():
             setattr(self.wrapper, name, value)
         holder = self._scale_holder()
@@ -604,19 +630,21 @@ class StateAdapter:
         self._link()
 
     def _link(self) -> None:
-        """Make what the wrapper caches about masters and state point to the live tensors."""
+        """Make the references to masters and state that the wrapper caches point to the live
+        tensors."""
 
 
 IDLE = "idle"
-"""Key of the host state: names of the parameters of which a version holds the last gradients. Older
-versions lack it."""
+"""Key of the host state for the names of the parameters whose last gradients a version holds.
+Versions of earlier releases lack this key."""
 
 ADDED_GROUPS = "added_groups"
-"""Key of the host state: see :meth:`PlainAdapter._added_names`."""
+"""Key of the host state for the result of :meth:`PlainAdapter._added_names`."""
 
 
 def _leave_out_once(optimizer: Any, restored: list[set[int]]) -> None:
-    """Have ``add_param_group`` do nothing for groups of these parameters, once for each."""
+    """Make ``add_param_group`` ignore the next call with each of the given groups (sets of
+    parameter ids), because the restore has added these groups already."""
     original = optimizer.add_param_group
 
     def add_param_group(group: dict[str, Any]) -> None:
@@ -631,7 +659,7 @@ def _leave_out_once(optimizer: Any, restored: list[set[int]]) -> None:
 
 
 class PlainAdapter(StateAdapter):
-    """fp32 without ZeRO: the engine's optimizer is the torch optimizer itself."""
+    """Adapter for fp32 without ZeRO, where the engine's optimizer is the torch optimizer itself."""
 
     owned = False
     attributes = ()
@@ -643,8 +671,8 @@ class PlainAdapter(StateAdapter):
         return {**super().host_state(), ADDED_GROUPS: self._added_names()}
 
     def _added_names(self) -> dict[int, list[str | None]]:
-        """The model's parameters in the groups that were added since the start, by number of the
-        group."""
+        """Return the names of the parameters in each group that was added since the start, by
+        number of the group. The name is None for a parameter that the model does not have."""
         added = list(enumerate(self.wrapper.param_groups))[len(self._sizes) :]
         if not added:
             return {}
@@ -665,8 +693,8 @@ class PlainAdapter(StateAdapter):
         return super().prepare(manifest, host_state)
 
     def _add_groups(self, host_state: dict[str, Any]) -> None:
-        """Groups that the script had added when the version was taken. It may add them once more,
-        where it repeats the step in which it did so: that is then left out."""
+        """Add the groups that the script had added before the version was taken. If the script
+        repeats the step in which it added them, its call of ``add_param_group`` is ignored."""
         optimizer, parameters = self.wrapper, dict(self.engine.module.named_parameters())
         restored = []
         for number, names in host_state.get(ADDED_GROUPS, {}).items():
@@ -691,13 +719,15 @@ class PlainAdapter(StateAdapter):
 
 
 class FP16UnfusedAdapter(StateAdapter):
-    """``FP16_UnfusedOptimizer``: an fp32 master per parameter, equal on all DP peers."""
+    """Adapter for ``FP16_UnfusedOptimizer``, which has one fp32 master for each parameter, equal on
+    all data-parallel peers."""
 
     owned = False
 
     def check(self) -> None:
-        # Up to 0.18.5 neither the engine nor this wrapper clears bf16 gradients after a step
-        # without ZeRO: they add up over steps, and so would have to be part of a version.
+        # Refuse bf16 without ZeRO up to DeepSpeed 0.18.5: neither the engine nor this wrapper
+        # clears gradients after a step there. They add up over steps, so a version would have to
+        # contain them.
         old = "loss_scale_config" not in vars(self.wrapper)
         if old and self.engine.bfloat16_enabled() and not self.engine.zero_optimization():
             raise refuse(
@@ -709,11 +739,12 @@ class FP16UnfusedAdapter(StateAdapter):
 
 
 class FP16Adapter(StateAdapter):
-    """``FP16_Optimizer``: one flat fp32 master per group, equal on all DP peers.
+    """Adapter for ``FP16_Optimizer``, which has one flat fp32 master for each group, equal on all
+    data-parallel peers.
 
-    Which parts of the flat gradient count towards the norm is found in the first step that does not
-    overflow, from the gradients there are in that step, and kept for good. A resumed run would find
-    it in another step, so it is part of the state."""
+    In the first step without overflow, the optimizer makes masks of the parts of the flat gradient
+    that count towards the norm, from the gradients that exist in that step, and keeps them. A
+    resumed run would make them in a different step, so the masks are part of the state."""
 
     owned = False
     attributes = (*StateAdapter.attributes, "has_executed_step")
@@ -726,7 +757,8 @@ class FP16Adapter(StateAdapter):
         return {**super().host_state(), "grad_norm_masks": self._host_masks()}
 
     def _host_masks(self) -> list[torch.Tensor]:
-        """Copies of the masks, made once: reading them from a device would wait for it."""
+        """Return copies of the masks on the host. They are made once, because reading the masks
+        from a device waits for the device."""
         live = self.wrapper.flatten_grad_norm_mask_list
         seen = self._masks[0]
         if len(seen) != len(live) or any(a is not b for a, b in zip(seen, live, strict=True)):
@@ -742,12 +774,13 @@ class FP16Adapter(StateAdapter):
 
 
 class _PartitionedAdapter(StateAdapter):
-    """Wrappers that give each DP peer a flat partition, and each model parameter a link to its
-    fragments of the partition and of its optimizer state."""
+    """Adapter for optimizer wrappers that give each data-parallel peer a flat partition, and link
+    each model parameter to its fragment of that partition and of the optimizer state."""
 
     owned = True
     flat = True
-    groups: ClassVar[str]  # Attribute with the parameters of every group in their order
+    # Name of the wrapper's attribute that holds the parameters of every group, in order
+    groups: ClassVar[str]
 
     def grouped(self) -> list[list[torch.Tensor]]:
         groups = [list(parameters) for parameters in vars(self.wrapper)[self.groups]]
@@ -763,7 +796,7 @@ class _PartitionedAdapter(StateAdapter):
         return {f"master.{g}.0": [(str(g), length)] for g, length in lengths}
 
     def _lengths(self) -> list[int]:
-        """Elements of every group without the padding at its end."""
+        """Return the number of elements of every group, without the padding at its end."""
         if vars(self.wrapper).get("round_robin_gradients"):
             raise LayoutError(
                 "zero_optimization.round_robin_gradients distributes the parameters by the "
@@ -774,7 +807,7 @@ class _PartitionedAdapter(StateAdapter):
         found = []
         for group, parameters in enumerate(vars(self.wrapper)[self.groups]):
             between = vars(self.wrapper).get("round_robin_bit16_padding")
-            gaps = sum(between[group]) if between else 0  # of zero_optimization.parameter_alignment
+            gaps = sum(between[group]) if between else 0  # Caused by parameter_alignment
             found.append(sum(p.numel() for p in parameters) + gaps)
         return found
 
@@ -786,7 +819,8 @@ class _PartitionedAdapter(StateAdapter):
 
 
 class BF16Adapter(_PartitionedAdapter):
-    """``BF16_Optimizer``, which partitions over DP under ZeRO-0 too."""
+    """Adapter for ``BF16_Optimizer``, which partitions over the data-parallel peers even at
+    ZeRO-0."""
 
     groups = "bf16_groups"
 
@@ -797,10 +831,11 @@ class BF16Adapter(_PartitionedAdapter):
 
 
 class ZeroAdapter(_PartitionedAdapter):
-    """``DeepSpeedZeroOptimizer`` at stages 1 and 2. At a step boundary both hold the same: stage 2
-    has freed its partition of the gradients by then. The partition is restored whole, padding
-    included, in the order that ``round_robin_gradients`` gave it. An offloaded optimizer has it in
-    host memory, and keeps gradients there (:mod:`reft.state.idle`)."""
+    """Adapter for ``DeepSpeedZeroOptimizer`` at ZeRO stages 1 and 2. At a step boundary both stages
+    hold the same state, since stage 2 has freed its partition of the gradients by then. The
+    partition is restored completely, with its padding, in the order that ``round_robin_gradients``
+    gave it. With an offloaded optimizer, the partition is in host memory, together with gradients
+    (:mod:`reft.state.idle`)."""
 
     groups = "bit16_groups"
     attributes = (*StateAdapter.attributes, "dynamic_loss_scale", "micro_step_id")
@@ -816,7 +851,7 @@ class ZeroAdapter(_PartitionedAdapter):
 
 
 def _check_zero_wrapper(wrapper: Any) -> None:
-    """Refuse what the wrappers of all ZeRO stages may hold but the adapters do not know."""
+    """Refuse a ZeRO wrapper of any stage that holds state which the adapters do not capture."""
     path = class_path(wrapper)
     if vars(wrapper).get("zenflow"):
         raise refuse(f"{path} with ZenFlow", "remove zero_optimization.zenflow")
@@ -828,9 +863,10 @@ def _check_zero_wrapper(wrapper: Any) -> None:
 
 
 class SubGroupState(OptimizerState):
-    """The innermost optimizer at ZeRO stage 3. Between two steps its groups are empty: DeepSpeed
-    cuts each group into sub-groups and steps these one by one, each as the group's only
-    parameter. A sub-group counts as one parameter here, as in DeepSpeed's checkpoints."""
+    """The state of the innermost optimizer at ZeRO stage 3. Between two steps the optimizer's
+    groups are empty: DeepSpeed cuts each group into sub-groups and steps the sub-groups one by one,
+    each as the group's only parameter. So a sub-group counts as one parameter here, as in
+    DeepSpeed's checkpoints."""
 
     def __init__(self, wrapper: Any) -> None:
         super().__init__(wrapper.optimizer)
@@ -844,13 +880,13 @@ class SubGroupState(OptimizerState):
 
 
 class Zero3Adapter(StateAdapter):
-    """``DeepSpeedZeroOptimizer_Stage3``: every parameter, frozen ones too, is partitioned over the
-    data-parallel peers, so that nothing is replicated but buffers.
+    """Adapter for ``DeepSpeedZeroOptimizer_Stage3``. Every parameter, even a frozen one, is
+    partitioned over the data-parallel peers; only buffers are replicated.
 
     A rank's part of a parameter is the parameter's ``ds_tensor``. The parameter itself is empty,
     except while DeepSpeed or the script has gathered it; persistent parameters stay gathered
-    between steps. What is gathered is a copy, so versions do not hold it, and a restore releases
-    it."""
+    between steps. A gathered parameter is a copy, so versions do not contain it, and a restore
+    releases it."""
 
     owned = True
     attributes = ZeroAdapter.attributes
@@ -884,8 +920,8 @@ class Zero3Adapter(StateAdapter):
         super().check()
 
     def _clear_padding(self) -> None:
-        """Zero the padding of partitions and masters. DeepSpeed leaves in it what the memory held,
-        which may be a NaN, and versions with a NaN are refused."""
+        """Set the padding of partitions and masters to 0. DeepSpeed does not initialise it, so it
+        may contain a NaN, and versions with a NaN are refused."""
         rank = torch.distributed.get_rank(group=self.wrapper.dp_process_group)
 
         def clear(part: torch.Tensor, parameter: Any) -> None:
@@ -903,8 +939,8 @@ class Zero3Adapter(StateAdapter):
                 clear(part, p)
 
     def _partitions(self) -> list[tuple[str, torch.Tensor]]:
-        """This rank's part of every parameter. Walks the model each time, because the script may
-        register modules late."""
+        """Return this rank's part of every parameter, by name. Walks the model in each call,
+        because the script may register modules late."""
         return self._in_place(
             (f"model.{name}", getattr(p, "ds_tensor", p))
             for name, p in self.engine.module.named_parameters()
@@ -930,8 +966,9 @@ class Zero3Adapter(StateAdapter):
         return {**super().host_state(), "sub_groups": self._sub_groups}
 
     def _name_sub_groups(self) -> list[list[list[str]]]:
-        """Names of the parameters of every sub-group, by group. DeepSpeed fills a sub-group with
-        whole parameters up to a size of their parts, so that it depends on the degree."""
+        """Return the names of the parameters in every sub-group, by group. DeepSpeed adds
+        parameters to a sub-group until this rank's parts of them reach a limit, so the sub-groups
+        depend on the data-parallel degree."""
         names = {id(p): name for name, p in self.engine.module.named_parameters()}
         groups: list[list[list[str]]] = [[] for _ in self.state.optimizer.param_groups]
         for number, parameters in enumerate(self.wrapper.fp16_groups):
@@ -940,7 +977,8 @@ class Zero3Adapter(StateAdapter):
         return groups
 
     def partitioned(self, host_state: Mapping[str, Any]) -> Partitions:
-        # The script may register a parameter late, which DeepSpeed does not partition then.
+        # Leave out parameters that the script has registered late, since DeepSpeed does not
+        # partition them.
         sizes = {
             name: p.ds_numel
             for name, p in self.engine.module.named_parameters()
@@ -965,8 +1003,9 @@ class Zero3Adapter(StateAdapter):
         )
 
     def _link(self) -> None:
-        # What was gathered before the restore are copies of other values. The next forward pass
-        # gathers from the partitions, as it does after a step that overflowed.
+        # Release parameters that were gathered before the restore, since they hold the old values.
+        # The next forward pass gathers them from the partitions, as it does after a step that
+        # overflowed.
         self.wrapper.parameter_offload.partition_all_parameters()
         for p in self.engine.module.parameters():
             p.ds_secondary_tensor = None
@@ -992,8 +1031,8 @@ def adapter_for(engine: Any) -> StateAdapter:
 
 
 def on_host(owner: Any, names: Iterable[str]) -> dict[str, Any]:
-    """Attributes of these names that are not on a device: reading those would stall the training
-    thread until the device is idle."""
+    """Return the object's attributes with the given names. Tensors on a device are left out:
+    reading one would block the training thread until the device is idle."""
     own = {name: vars(owner)[name] for name in names if name in vars(owner)}
     return {
         n: v for n, v in own.items() if not isinstance(v, torch.Tensor) or v.device.type == "cpu"

@@ -1,9 +1,9 @@
-"""Captures the state of a script's objects that have no ``state_dict``, from those of their
-attributes that hold state.
+"""Captures the state of a script's objects that have no ``state_dict``, from the attributes that
+hold state.
 
-Such attributes are random generators, and all numbers, strings, tensors and collections of them
-that have changed since the object was first seen. An attribute that has not changed is taken as
-a setting, which the script sets at every start, perhaps to another value.
+Random generators hold state. So do numbers, strings, tensors and collections of them, if they have
+changed since reft first saw the object. An attribute that has not changed counts as a setting,
+which the script sets at every start, perhaps to another value.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from reft.state import objects
 from reft.state.codec import decode, encode
 
 _MOST_BYTES = 64 * 2**10
-"""Size limit of an encoded attribute in bytes. A longer one is taken as data that the object was
-constructed with, such as the indices or weights of a sampler."""
+"""Size limit of an encoded attribute in bytes. A larger attribute counts as data with which the
+object was constructed, such as the indices or weights of a sampler."""
 _STATE = "state_dict"
 
 _GENERATOR = "generator"  # Key under which the state of a random generator is stored

@@ -4,11 +4,11 @@ The block holds the manifest (list of the tensors) of the images, the template o
 checkpoint files (both are encoded once, since they change only with the layout), and the
 captured host state (new in every step).
 
-Module buffers on a device are *late*. The device computes their values after the host has
-reached the step boundary, so reading them there would block the training thread until the device
-arrives. Instead, their transfer to the host is queued on the training stream, and space for the
-bytes is reserved at the end of the block. The thread that writes the block to memory first waits
-for the transfer.
+Module buffers on a device are *late*: the device computes their values after the host has reached
+the step boundary. Reading them at the boundary would block the training thread until the device has
+reached it, too. Instead, their transfer to the host is queued on the training stream, and space for
+the bytes is reserved at the end of the block. The thread that writes the block to memory first
+waits for the transfer.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ logger = logging.getLogger(__name__)
 Template = Callable[[tuple[SectionImage, SectionImage], dict[str, Any]], bytes]
 
 _COPIED_OF_ADAPTER = ("layout", "state")
-"""Keys of the adapter's state whose values share no memory with live objects, so they can be
-encoded later. With the random states and the buffers they make up most of a block's bytes."""
+"""Keys of the adapter's state whose values share no memory with live objects and can therefore be
+encoded later, on another thread. Together with random states and buffers, these values make up most
+of a block's bytes."""
 _SPECS, _BYTES = "late", "late_bytes"
 
 
@@ -74,7 +75,8 @@ class HostBlob:
         signature: Hashable,
         state: dict[str, Any],
     ) -> Callable[[], bytes | LateBlob]:
-        """Encode the parts that may alias live objects. The returned function encodes the rest.
+        """Encode the parts of a host block that may share memory with live objects. The returned
+        function encodes the rest.
 
         Args:
             template: function that makes the template of the engine's checkpoint; called when
@@ -85,7 +87,8 @@ class HostBlob:
 
         Returns:
             A function that returns the complete block. It may be called later, on any thread. If
-            it returns a :class:`LateBlob`, ``settle`` must be called before the block is used.
+            the result is a :class:`LateBlob`, its ``settle`` must be called before the block is
+            used.
 
         Raises:
             UnsupportedStateError: no checkpoint can be written, and ``strict`` is set.
@@ -335,15 +338,16 @@ def _restore_rest(engine: Any, state: dict[str, Any], *, scheduler: bool) -> Non
 
 
 # --- buffers --------------------------------------------------------------------------------------
-# Forward passes change buffers (running statistics, caches), so buffers cannot be copied while the
-# next step runs.
+# Forward passes change buffers (running statistics, caches), so buffers are captured at the step
+# boundary and not copied while the next step runs.
 
 
 def capture_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the buffers of a module by name: those on the CPU as copies, those on devices as
     live tensors.
 
-    Copying those on devices here would wait for the device; :class:`HostBlob` transfers them.
+    Copying a buffer on a device here would wait for the device; :class:`HostBlob` transfers it
+    later.
     """
     return {
         name: b.detach() if is_late(b) else b.detach().to("cpu", copy=True)
@@ -404,8 +408,9 @@ def _schedules(engine: Any) -> dict[str, tuple[Callable[[], Any], Callable[[Any]
 
 
 # --- random generators ----------------------------------------------------------------------------
-# All generators of a rank: Python, NumPy, torch on the CPU, the current device, and the trackers
-# that DeepSpeed's activation checkpointing and Megatron use for tensor-parallel dropout.
+# All generators of a rank: those of Python, NumPy, torch on the CPU and the current device, and the
+# trackers (named generators) that DeepSpeed's activation checkpointing and Megatron use for
+# tensor-parallel dropout.
 
 
 _MEGATRON = (
@@ -480,8 +485,8 @@ def _accelerator() -> tuple[str, Any]:
     """Return the name of DeepSpeed's accelerator, and the object with the functions for its
     random state.
 
-    Without DeepSpeed, they are those of the device that torch has initialized; ``("cpu", None)``
-    if there is no device.
+    Without DeepSpeed, returns name and functions of the device that torch has initialized;
+    ``("cpu", None)`` if there is no device.
     """
     module = sys.modules.get("deepspeed.accelerator")
     if module is None:
@@ -506,7 +511,7 @@ def _trackers() -> Iterator[tuple[str, Any]]:
 def _capture_tracker(name: str, tracker: Any) -> dict[str, torch.Tensor]:
     captured = {}
     for key, state in tracker.get_states().items():
-        # Trackers that are safe for CUDA graphs keep generators instead of states.
+        # A tracker that is safe for CUDA graphs holds generators instead of their states.
         value = state.get_state() if isinstance(state, torch.Generator) else state
         if not isinstance(value, torch.Tensor):
             raise UnsupportedStateError(

@@ -1,10 +1,10 @@
-"""Presents live tensors as one sequence of bytes: the image of a section (replicated or owned)
-of a rank's state.
+"""Presents live tensors as one sequence of bytes: the image of a section of a rank's state. A
+section is replicated (equal on all data-parallel peers) or owned (this rank's partition).
 
 In a :class:`SectionImage` the memory of a list of tensors is laid end to end, each tensor at a
-multiple of 64 bytes. Any byte range of the image can be copied out of, or into, the live
-tensors. The image holds views, never copies, and never assigns a tensor's ``.data``: optimizers
-keep views into flat buffers, which would then no longer share memory with the tensor.
+multiple of 64 bytes. Any byte range of the image can be copied out of, or into, the live tensors.
+The image holds views, never copies, and never assigns a tensor's ``.data``: optimizers keep views
+into flat buffers, and after such an assignment a view would no longer share memory with its tensor.
 """
 
 from __future__ import annotations
@@ -144,8 +144,8 @@ class SectionImage:
     def __init__(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
         detached = [(name, t.detach()) for name, t in tensors]
         kept = _without_aliases(detached)
-        # Watch aliases for writes as well: a view whose ``.data`` was assigned has a version
-        # counter of its own.
+        # Watch also tensors that share memory with another one: if their ``.data`` was assigned,
+        # torch counts their writes separately.
         self._watched = [(name, t) for name, t in detached if not t.is_inference()]
         self.specs: tuple[TensorSpec, ...] = tuple(TensorSpec.of(name, t) for name, t in kept)
         # The memory of each tensor as 1-D uint8, in memory order.
@@ -178,10 +178,10 @@ class SectionImage:
     def with_copies(
         self, names: Collection[str]
     ) -> tuple[SectionImage, list[tuple[torch.Tensor, torch.Tensor]]]:
-        """Return the same image with copies in place of some tensors.
+        """Return an image like this one, but with copies in place of some tensors.
 
         Args:
-            names: tensors to replace. The returned image no longer watches them for writes.
+            names: tensors to replace. The returned image does not watch these tensors for writes.
 
         Returns:
             The image, and for every replaced tensor ``(copy, live bytes)``, both 1-D uint8 on
@@ -224,8 +224,8 @@ class SectionImage:
         becomes 0.
 
         Returns when the bytes have arrived. On a device, the copy runs on the calling thread's
-        stream, without waiting for the training thread's stream. If that matters, use
-        :meth:`pieces_into` and a copy engine.
+        stream and does not wait for the training thread's stream. To copy a state that training is
+        still computing, use :meth:`pieces_into` and a copy engine.
         """
         for view, target in self.pieces_into(start, out):
             target.copy_(view)
@@ -320,16 +320,17 @@ class Adapter(Protocol):
 
     @property
     def written_by_steps(self) -> frozenset[str]:
-        """Names of the tensors in the images that a step writes before its optimizer writes.
-        They are copied aside when the step begins."""
+        """Names of the tensors in the images that a training step writes before the optimizer does.
+        They are copied to scratch memory when the step begins, and versions contain these
+        copies."""
 
     def images(self) -> tuple[SectionImage, SectionImage]:
-        """Return the images of the live tensors as ``(replicated, owned)``. They must be built
-        again when :meth:`signature` changes."""
+        """Return the images of the live tensors as ``(replicated, owned)``. The caller must request
+        new images when :meth:`signature` changes."""
 
     def expected_bytes(self) -> tuple[int, int]:
-        """Return the sizes of ``(replicated, owned)`` in bytes, as they are once the optimizer
-        has created its state in its first step."""
+        """Return the sizes in bytes that the ``(replicated, owned)`` images will have after the
+        optimizer has created its state in the first step."""
 
     def signature(self) -> Hashable:
         """Return a value that changes if and only if :meth:`images` would differ, because a

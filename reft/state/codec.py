@@ -1,10 +1,10 @@
 """Encodes host state as bytes: msgpack with extension types, never pickle.
 
 A decoded value has the types and the bits of the encoded one (NaN payloads, negative zero, 16-bit
-floats, integers of any size). Only a fixed list of types is encoded, and decoding calls only their
-constructors, so bytes from another host can create data but not run code (P11). (safetensors holds
-tensors only; ``torch.load(weights_only=True)`` still runs an unpickler, and refuses most types that
-client state may contain.)
+floats, integers of any size). Only types on a fixed list are encoded, and decoding calls only the
+constructors of these types, so bytes from another host can create data but not run code (P11).
+(safetensors holds tensors only; ``torch.load(weights_only=True)`` still runs an unpickler, and
+refuses most types that client state may contain.)
 
 Encoding and decoding copy tensors and arrays; decoded tensors are on the CPU. Autograd state and
 memory format are lost, and an object that is referenced twice becomes two objects. torch and
@@ -39,8 +39,8 @@ class DecodeError(ReftError, ValueError):
 
 
 class _Ext(enum.IntEnum):
-    """Extension codes. They are part of the stored format: new codes may be added, but never
-    change a number."""
+    """Extension codes. They are part of the stored format: new codes may be added, but the number
+    of an existing one must never change."""
 
     TUPLE = 1
     INT = 2
@@ -280,7 +280,8 @@ _FORMS: dict[type, tuple[_Ext, _Lower]] = {
 
 
 def _raise(code: int, data: bytes) -> Any:
-    """Create the value of an extension. A code that is not on the list raises an error."""
+    """Decode a MessagePack extension into its Python value. Raises DecodeError if ``_MAKE`` has no
+    entry for the code."""
     if code not in _MAKE:
         raise DecodeError(
             f"found extension code {code}; this version knows {min(_Ext)}..{max(_Ext)}"
@@ -339,7 +340,7 @@ def _make_scalar(parts: Any) -> Any:
 
     name, raw = parts
     dtype = _make_dtype(name)
-    if dtype.itemsize == 0:  # The dtype of an empty numpy string or bytes
+    if dtype.itemsize == 0:  # The dtype of an empty NumPy string or of empty bytes
         return np.zeros((), dtype=dtype)[()]
     return np.frombuffer(bytearray(raw), dtype=dtype)[0]
 

@@ -1,15 +1,16 @@
-"""Parameters that a step gives no gradient.
+"""Idle parameters: those that get no gradient in some step, because the step does not use them.
 
-Two of DeepSpeed's wrappers keep gradients over steps, and step every parameter with what is there.
-So a parameter that a step does not use is stepped with its gradient of an earlier step. Such
-gradients are state. They are kept in two places:
+Two of DeepSpeed's optimizer wrappers keep gradients over steps, and update every parameter with the
+gradient that is stored. So a parameter that a step does not use is updated with its gradient of an
+earlier step. Therefore these gradients are part of the state. They are stored in two places:
 
 - An accumulator for each parameter: at ZeRO-3, and at ZeRO-1 and ZeRO-2 with an offloaded
-  optimizer. The first micro-batch of a step overwrites it, and the others add to it. If the first
-  one does not use the parameter, the next gradient is added to that of an earlier step.
+  optimizer. The first micro-batch of a step overwrites the accumulator, and the others add to it.
+  If the first micro-batch does not use the parameter, later ones add to the gradient of an earlier
+  step.
 - The gradients of the masters, if the optimizer is offloaded. The last micro-batch of a step copies
-  the accumulators there, where they are unscaled and clipped. A parameter that the last micro-batch
-  does not use is stepped with what is there.
+  the accumulators to the masters' gradients, which are then unscaled and clipped. A parameter that
+  the last micro-batch does not use is updated with the gradient that was stored there before.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import torch
 logger = logging.getLogger(__name__)
 
 GRADIENT, MASTER_GRADIENT = "gradient.", "master_gradient."
-"""Prefixes of the names that the gradients have in an image."""
+"""Prefixes of the gradients' names in an image: of accumulators, and of the masters' gradients."""
 
 _NAME = "_reft_idle_parameters"
 
@@ -32,11 +33,12 @@ _NAME = "_reft_idle_parameters"
 class IdleParameters:
     """Records which parameters some step did not use. Used by the training thread.
 
-    A version holds the gradients of those that are known: a parameter that every step has used is
-    stepped with its new gradient. If the first step after a restore is the first one ever that does
-    not use a parameter, it differs from the undisturbed run, and a warning says so.
+    A version contains the gradients of the recorded parameters only: any other parameter was used
+    by every step so far, so its stored gradient was always overwritten. If the first step after a
+    restore is the first one ever that does not use some parameter, its result differs from that of
+    an undisturbed run, and a warning says so.
 
-    This class serves optimizers that keep no gradients; the subclasses serve the others.
+    This class serves optimizers that keep no gradients; subclasses serve those that keep them.
 
     Args:
         engine: DeepSpeed's engine.
@@ -50,15 +52,16 @@ class IdleParameters:
     def __init__(self, engine: Any) -> None:
         self._engine, self._wrapper = engine, engine.optimizer
         self.known: set[str] = set()
-        self._params: dict[str, Any] = {}  # Those that this rank steps
+        self._params: dict[str, Any] = {}  # Parameters that this rank updates
         self._names: dict[int, str] = {}
-        self._in_first: set[int] = set()  # Used in the first micro-batch of the step
-        self._in_last: set[int] = set()  # Used in the last one
+        # Ids of parameters used in the first micro-batch of the step
+        self._in_first: set[int] = set()
+        self._in_last: set[int] = set()  # Ids of parameters used in the last micro-batch
         self._restored = False
 
     @classmethod
     def of(cls, engine: Any) -> IdleParameters:
-        """The engine's own record; an engine has one."""
+        """Return the only record of an engine; it is created in the first call."""
         held = vars(engine.optimizer)
         if _NAME not in held:
             held[_NAME] = cls(engine)
@@ -66,14 +69,15 @@ class IdleParameters:
         return found
 
     def gradients(self) -> list[tuple[str, torch.Tensor]]:
-        """This rank's part of the gradients of known idle parameters, by name in an image."""
+        """Return this rank's part of the gradients of the recorded parameters, with their names in
+        an image."""
         return []
 
     def prepare(self, names: Collection[str], tensors: Collection[str]) -> None:
-        """Make room for the gradients that a version holds, and clear all others.
+        """Create tensors for the gradients that a version contains, and clear all other gradients.
 
         Args:
-            names: the idle parameters that the version knows.
+            names: idle parameters that are recorded in the version.
             tensors: names of the tensors in the version.
         """
         self._clear()
@@ -82,14 +86,15 @@ class IdleParameters:
         self._restored = True
 
     def know(self, names: Collection[str]) -> None:
-        """Replace the known idle parameters. Those that this rank does not step are left out."""
+        """Replace the recorded idle parameters. Parameters that this rank does not update are left
+        out."""
         self.known = self._params.keys() & set(names)
 
     def _clear(self) -> None:
-        """Set all kept gradients to zero, as they are after a start."""
+        """Set all stored gradients to their values at a start: zero, or no accumulator."""
 
     def _watch(self, groups: Iterable[Iterable[torch.Tensor]]) -> None:
-        """Record the steps of these parameters."""
+        """Watch the optimizer's steps, to record which of the given parameters they do not use."""
         names = {id(p): name for name, p in self._engine.module.named_parameters()}
         self._params = {names[id(p)]: p for group in groups for p in group}
         self._names = {id(p): name for name, p in self._params.items()}
@@ -102,14 +107,15 @@ class IdleParameters:
         self._wrapper.step = MethodType(step, self._wrapper)
 
     def _record(self, params: Iterable[torch.Tensor]) -> None:
-        """Take note of parameters for which a micro-batch has computed a gradient."""
+        """Record parameters for which the current micro-batch has computed a gradient."""
         identities = {id(p) for p in params}
-        if self._wrapper.micro_step_id <= 0:  # it stays at -1 in a pipeline
+        if self._wrapper.micro_step_id <= 0:  # Always -1 in a pipeline
             self._in_first |= identities
         is_last = self._wrapper.is_gradient_accumulation_boundary
-        if callable(is_last):  # an attribute up to 0.18
+        if callable(is_last):  # Up to DeepSpeed 0.18 an attribute, not a method
             is_last = is_last()
-        # If DeepSpeed does not count micro-batches, the step copies what any of them has computed.
+        # If DeepSpeed does not count micro-batches, the step copies the gradients of all of them,
+        # so each counts as the last.
         is_counted = getattr(self._engine, "managed_gradient_accumulation", None)
         if is_last or not (is_counted is None or is_counted()):
             self._in_last |= identities
@@ -140,7 +146,7 @@ class IdleParameters:
 
 
 class PartitionedParameters(IdleParameters):
-    """Idle parameters of ZeRO-3, which keeps the gradients of a rank's partitions in one buffer."""
+    """Idle parameters at ZeRO-3, which keeps the gradients of a rank's partitions in one buffer."""
 
     def __init__(self, engine: Any) -> None:
         super().__init__(engine)
@@ -176,10 +182,10 @@ class PartitionedParameters(IdleParameters):
 
 
 class OffloadedParameters(IdleParameters):
-    """Idle parameters of ZeRO-1 and ZeRO-2 with an offloaded optimizer.
+    """Idle parameters at ZeRO-1 and ZeRO-2 with an offloaded optimizer.
 
-    DeepSpeed makes an accumulator when it needs the first one. In some precisions it accumulates
-    elsewhere, or in the gradients of the masters."""
+    DeepSpeed creates the accumulator of a parameter at its first use. In some precisions it has no
+    accumulators, and accumulates elsewhere or in the gradients of the masters."""
 
     _is_offloaded = True
 

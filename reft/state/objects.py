@@ -1,5 +1,5 @@
-"""Captures and restores the state of single objects of a script: objects with ``state_dict``,
-and random generators.
+"""Captures and restores the state of a script's single objects: objects with ``state_dict``, and
+random generators.
 
 :func:`capture` returns an object's state as encodable values; :func:`restore` restores the
 object in place. Neither advances a generator.

@@ -1,8 +1,8 @@
-"""Checks whether an engine and its optimizer are among those whose state reft knows.
+"""Checks whether reft knows the complete state of an engine and its optimizer.
 
-All others are refused at the start by an error that names them, so that no version can be wrong
-because of unknown state. :mod:`reft.checks.preflight` refuses what can be seen in DeepSpeed's
-configuration alone.
+Any other engine or optimizer is refused at the start by an error that names it, so that no version
+lacks a part of the state. :mod:`reft.checks.preflight` refuses those that can be recognised from
+DeepSpeed's configuration alone.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _DEEPSPEED_OPTIMIZERS = frozenset(
         "deepspeed.ops.lion.fused_lion.FusedLion",
     }
 )
-"""Class paths of DeepSpeed's optimizers whose complete state is in ``state`` and
-``param_groups`` (and, for CPU Adam, in what :func:`reft.state.adapters.replay` computes again)."""
+"""Class paths of DeepSpeed's optimizers whose complete state is in ``state`` and ``param_groups``.
+CPU Adam also caches powers, which :func:`reft.state.adapters.replay` computes again."""
 
 _ADVICE = {
     "deepspeed.runtime.fp16.onebit.": "it keeps an error feedback per worker; use Adam or AdamW",
@@ -162,7 +162,7 @@ def explain_not_loadable(engine: Any) -> str | None:
     :mod:`reft.checks.preflight` lists these releases.
 
     Returns:
-        The text; None if it can.
+        The explanation; None if the release can load it.
     """
     if not engine.bfloat16_enabled():
         return None
