@@ -240,6 +240,9 @@ class ReftConfig(ConfigBlock):
     """The ``reft`` block."""
 
     enabled: bool = Field(False, description="switch reft on")
+    preset: Literal["short", "middle", "long"] | None = None
+    """settings for a job of hours ('short'), days ('middle') or weeks ('long'), which other keys
+    override (docs/planning.md)"""
     job_id: str | None = Field(None, pattern=f"^{JOB_ID.pattern}$")
     """name of the job's memory; null: the launcher's run id, else a name made from user, directory,
     program and arguments; REFT_JOB_ID, which 'reft launch' sets, overrides it"""
@@ -569,6 +572,7 @@ def parse_block(block: dict[str, Any], environ: Mapping[str, str] | None = None)
             if block.get(key) not in (None, value):
                 logger.warning("reft.%s is %s, but %s=%s is used", key, block[key], name, value)
             block[key] = value
+    _apply_preset(block)
     if not block.get("job_id") and (run := make_run_name(environ)):
         block["job_id"] = run
     if asked := environ.get(ENV_PROFILE):
@@ -578,6 +582,26 @@ def parse_block(block: dict[str, Any], environ: Mapping[str, str] | None = None)
         return ReftConfig.model_validate(block)
     except ValidationError as error:
         raise ConfigError(_explain_errors(error)) from error
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "short": {"enabled": False},
+    "middle": {"enabled": True, "protection": "arc"},
+    "long": {"enabled": True, "protection": "auto", "persist": {"interval_steps": AUTO}},
+}
+"""Settings by ``preset``, from Paddle's elastic design: a job of hours loses less by starting again
+than protection costs, one of days keeps a copy, and one of weeks is also written to storage."""
+
+
+def _apply_preset(block: dict[str, Any]) -> None:
+    """Add the settings of ``preset`` to a block, as far as they are not given."""
+    name = block.get("preset")
+    for key, value in PRESETS.get(name, {}).items() if isinstance(name, str) else ():
+        given = block.get(key, {})
+        if isinstance(value, dict) and isinstance(given, Mapping):
+            block[key] = {**value, **given}
+        else:
+            block.setdefault(key, value)
 
 
 def _explain_errors(error: ValidationError) -> str:

@@ -359,7 +359,7 @@ class EtcdClient:
     def _request_member(
         self, index: int, service: str, method: str, message: Any, secs: float
     ) -> Any:
-        """Send a request to one member, after a log-in if there is a user."""
+        """Send a request to one member, after logging in if a user name is set."""
         deadline = time.monotonic() + secs
         channel = self._channels[index]
         metadata = None
@@ -548,7 +548,7 @@ class EtcdStore(RendezvousStore):
         }
 
     def _strip(self, key: bytes) -> str:
-        """Remove the prefix of this store from a key of etcd."""
+        """Return a key of etcd without the prefix of this store."""
         return key[len(self._name("")) :].decode()
 
     # -- helpers -----------------------------------------------------------------------------------

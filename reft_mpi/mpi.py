@@ -330,7 +330,7 @@ class MpiTransport:
         ]
 
     def _minimum(self, kind: str, values: list[int]) -> list[int]:
-        """All-reduce up to :data:`_WORDS` numbers.
+        """Return the minimum over all ranks of each of up to :data:`_WORDS` numbers.
 
         The numbers are preceded by a word that identifies the collective. If the minimum and the
         maximum of this word differ, the ranks have called different collectives.

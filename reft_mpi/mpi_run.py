@@ -83,7 +83,7 @@ class NodeRanks:
     rank: int
     size: int
     local: tuple[int, ...]  # Ranks on this node
-    leaders: tuple[int, ...]  # Leaders of all nodes
+    leaders: tuple[int, ...]  # Leaders (first ranks) of all nodes
 
     @classmethod
     def find(cls, rank: int, nodes: Sequence[str]) -> NodeRanks:

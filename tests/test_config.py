@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reft.cli import main
-from reft.config import explain, load_config, parse_block
+from reft.config import PRESETS, explain, load_config, parse_block
 from reft.engine.identity import log_sibling_jobs
 from reft.errors import ConfigError
 from reft.memory.jobdir import JobDir
@@ -269,3 +269,24 @@ def test_p12_what_the_same_program_left_under_other_arguments_is_said(
     JobDir.open_or_create(tmp_path, name, "n0")
     log_sibling_jobs(tmp_path, name)
     assert caplog.text == ""
+
+
+def test_a_preset_is_what_the_block_does_not_say() -> None:
+    assert not parse_block({"preset": "short"}).enabled
+    middle = parse_block({"preset": "middle", "protection": "aec"})
+    assert (middle.enabled, middle.protection) == (True, "aec")
+    long = parse_block({"preset": "long", "persist": {"dir": "/x", "keep": 5}})
+    assert (long.enabled, long.protection) == (True, "auto")
+    assert (long.persist.interval_steps, long.persist.keep) == ("auto", 5)
+    assert parse_block(long.as_block()) == long
+    with pytest.raises(ConfigError, match='needs "dir"'):
+        parse_block({"preset": "long"})
+    with pytest.raises(ConfigError, match="preset"):
+        parse_block({"preset": "forever"})
+
+
+def test_the_page_has_what_each_preset_sets() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "planning.md").read_text()
+    for name, settings in PRESETS.items():
+        [row] = [line for line in page.splitlines() if f'| `"{name}"`' in line]
+        assert json.dumps(settings)[1:-1] in row

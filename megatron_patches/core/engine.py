@@ -391,7 +391,8 @@ class MegatronEngine:
         self.scheduler = scheduler
         self.micro_batches = micro_batches
         self.resizing = None
-        self.data = None  # The position in the data is part of the client state
+        # No object tracks the position in the data, which is part of the client state
+        self.data = None
         self.device: torch.device = next(chunks[0].parameters()).device
         self.global_steps = 0
         self._model = torch.nn.ModuleList(chunks)

@@ -30,8 +30,8 @@ class AdamRecipe:
 
     kind: AdamKind
     decoupled: bool  # True if weight decay acts on the weights (AdamW), False if on the gradient
-    foreach: bool | None = None  # Torch's implementation; None for the device's default
-    fused: bool | None = None  # Torch's implementation; None for the device's default
+    foreach: bool | None = None  # Torch's option ``foreach``; None for the device's default
+    fused: bool | None = None  # Torch's option ``fused``; None for the device's default
     maximize: bool = False
     on_device: bool = False  # True if the owner's partition is not in host memory
 
@@ -306,9 +306,10 @@ def _make_optimizer(recipe: AdamRecipe, params: Sequence[torch.nn.Parameter]) ->
     return made(groups, foreach=recipe.foreach, fused=recipe.fused, maximize=recipe.maximize)
 
 
-# -- the part of DeepSpeed's CPU Adam that is not in any state dict
-# -------------------------------- The C++ optimizer behind ``FusedAdam`` (on CPU) and
-# ``DeepSpeedCPUAdam`` keeps the powers ``beta ** step`` and updates them by one multiplication
-# per step. A fresh process computes them with ``pow``, which differs in the last bits, so a
-# resumed run would diverge from an uninterrupted one (violates P8). The powers depend only on
-# the sequence of calls, so reft repeats these calls on one-element tensors.
+# -- the part of DeepSpeed's CPU Adam that is not in any state dict --------------------------------
+#
+# The C++ optimizer behind ``FusedAdam`` (on CPU) and ``DeepSpeedCPUAdam`` keeps the powers ``beta
+# ** step`` and updates them by one multiplication per step. A fresh process computes them with
+# ``pow``, which differs in the last bits, so a resumed run would diverge from an uninterrupted one
+# (violates P8). The powers depend only on the sequence of calls, so reft repeats these calls on
+# one-element tensors.

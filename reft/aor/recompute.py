@@ -59,7 +59,8 @@ class PeerOptimizers(VersionFeature):
         self._recipe = recipe
         self.stats = stats or RecomputeStats()
         self.base: ArenaWriter | None = None
-        """The newest committed version, from which the next one's partitions are recomputed."""
+        """Writer of the newest committed version, from which the next version's partitions are
+        recomputed."""
         self.replicas: dict[int, AdamReplica] = {}  # Replicas by member
         self._told: set[str] = set()
         self._refused_steps: Counter[int] = Counter()

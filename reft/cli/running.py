@@ -29,7 +29,7 @@ from reft.memory.protection_record import (
     write_request,
 )
 from reft.memory.scale_request import ScaleAnswer, read_answer
-from reft.node.advice import advise, scale_plan, situation
+from reft.node.advice import advise, applicable, scale_plan, situation
 from reft.node.history import read_history
 from reft.node.report import newest_board
 
@@ -230,6 +230,7 @@ def _describe(answer: ScaleAnswer) -> str:
 def advise_command(
     memory_dir: MemoryDirs = None,
     job: Job = None,
+    *,
     max_nodes: Annotated[
         int | None,
         typer.Option(
@@ -244,11 +245,19 @@ def advise_command(
             "--yaml", help="only the ScalePlan for DLRover's operator (elastic.iml.github.io)"
         ),
     ] = False,
+    apply: Annotated[
+        bool,
+        typer.Option(
+            "--apply",
+            help="carry out the first advice for which no new node is needed (reft scale)",
+        ),
+    ] = False,
 ) -> None:
     """Advise what to change: nodes to replace or drop, the number of nodes, the memory of a node.
 
     The advice follows from stragglers, lost nodes, speeds at other numbers of nodes, and the nodes'
-    memory. 'reft scale' carries it out.
+    memory. 'reft scale' or --apply carries it out, at a step boundary; a timer on one node may run
+    'reft advise --apply'.
     """
     paths = find_memory(memory_dir, job)
     observed = situation(paths, newest_board(paths), max_nodes)
@@ -276,3 +285,6 @@ def advise_command(
         typer.echo(str(advice))
     if not advices:
         typer.echo(f"job {name}: nothing to change, as far as its nodes report")
+    if apply and (chosen := applicable(observed, advices)) is not None:
+        typer.echo(f"carrying out: {chosen.action} {', '.join(chosen.nodes)}".rstrip())
+        scale_command(chosen.workers, without=[*chosen.nodes], memory_dir=memory_dir, job=job)

@@ -133,7 +133,7 @@ class Loader(TrackedLoader[Progress]):
         self._left_within_step = False
         saved = LOADERS.add(self)
         self._restored = None if saved is None else decode(saved, self._order, name)
-        self._loads = int(saved is not None)  # How often a version was loaded
+        self._loads = int(saved is not None)  # Number of times that a version was loaded
 
     @property
     def replica(self) -> tuple[int, int]:
@@ -313,7 +313,7 @@ class Loader(TrackedLoader[Progress]):
 class _Batch:
     """A micro-batch that was read, or the error that the data set raised instead.
 
-    ``at`` and ``step_end`` are as in :class:`~reft.data.order.ConsumedSamples`.
+    ``at`` and ``step_end`` are the positions in :class:`~reft.data.order.ConsumedSamples`.
     """
 
     batch: Any
@@ -335,7 +335,8 @@ class ReadAhead:
         # Batches that were read but not handed out yet. With the dynamic order, batches are read
         # ahead to find out which one is the step's last.
         self._ahead: deque[_Batch] = deque()
-        self._ended_at: JobPosition | None = None  # End of the last step that was handed out
+        # Position at the end of the last step that was handed out; None before
+        self._ended_at: JobPosition | None = None
 
     def __iter__(self) -> ReadAhead:
         return self
@@ -505,8 +506,8 @@ def loader(
     else:
         batches = SharedBatches(samples, batch_size, step_samples, drop_last=drop_last, name=name)
         if options.get("num_workers") and options.get("prefetch_factor") is None:
-            # Read ahead little: samples that a worker has read are taken, so no other replica
-            # can train on them.
+            # Read only one batch ahead: samples that a worker has read are taken, so no other
+            # replica can train on them.
             options["prefetch_factor"] = 1
     return Loader(
         dataset,

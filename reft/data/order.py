@@ -1,11 +1,11 @@
 """Determines which samples a step trains on, and which of them a replica reads.
 
-Both depend only on the position, which is equal on every rank. A position counts the samples
-that the whole job has consumed, not the batches of a replica. The order of an epoch depends on
-(seed, epoch) only. So a position has the same meaning at every data-parallel degree and with any
-number of workers, and the rest of an epoch can be divided anew among replicas at any sample.
-(This is CheckFreq's resumable iterator, extended to elastic data parallelism: keep the global
-sample index, re-shard the tail.)
+Both are functions of the position alone, which is equal on every rank. A position counts the
+samples that the whole job has consumed, not the batches of a replica. The order of an epoch
+depends on (seed, epoch) only. So a position has the same meaning at every data-parallel degree
+and with any number of workers, and the rest of an epoch can be divided anew among replicas at
+any sample. (This is CheckFreq's resumable iterator, extended to elastic data parallelism: keep
+the global sample index, re-shard the tail.)
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ def mix(*keys: int) -> int:
 class Permutation:
     """A bijection of ``0..n-1`` chosen by ``keys``.
 
-    It needs no memory, and is the same with every version of every library. It is a Feistel
-    network over the smallest even number of bits that holds ``n`` values; for each input it is
-    repeated until the value is below ``n``.
+    The bijection needs no memory, and is the same with every version of every library. It is a
+    Feistel network over the smallest even number of bits that holds ``n`` values; for each input
+    it is repeated until the value is below ``n``.
     """
 
     def __init__(self, n: int, *keys: int) -> None:

@@ -229,8 +229,8 @@ class PassReader:
     Attributes:
         loader: torch's loader.
         taken: number of batches that were handed out.
-        counts: whether the pass was trained on or read to its end, and so determines the
-            position; looking at a batch is not enough.
+        counts: whether the pass determines the position, because it was trained on or read to
+            its end; looking at a batch is not enough.
         unwatched: True if the pass counts only because there was no engine yet; an engine may
             train on another pass.
         evaluates: whether the pass was read while no engine trained. A version then holds the
@@ -443,7 +443,7 @@ def positioned(loader: Any, position: Position, taken: int) -> Iterator[Any]:
         twin = copy.copy(loader)
         name = "batch_sampler" if loader.batch_sampler is not None else "sampler"
         skipping = SkippingSampler(getattr(loader, name), taken)
-        # DataLoader refuses to set these attributes. Only the copy is changed.
+        # Change the copy's attributes through vars(), since DataLoader refuses to set them.
         vars(twin).update({name: skipping, "_iterator": None})
         if position.renewed:
             skipping.before = lambda: _restore_start(loader, position.start)
@@ -530,7 +530,8 @@ def count_received(iterator: Iterator[Any]) -> int | None:
 def is_left_out(iterator: Iterator[Any], received: int | None) -> bool:
     """Return whether torch's iterator continues after the batch for which it raised an error.
 
-    It does after an error in the data set, but not after a worker has died or timed out.
+    The iterator continues after an error in the data set, but not after a worker has died or
+    timed out.
     """
     return received is None or count_received(iterator) != received
 

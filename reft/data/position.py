@@ -111,7 +111,7 @@ class DataPosition:
         self._thread = threading.get_ident()
         self._stateful: Any = None
         self._stateful_saved: Any = None
-        self._source: Any = None  # The argument of ``train_batch``
+        self._source: Any = None  # Argument of the last ``train_batch`` call
         self._repeating = False
         self._inside = False
         self._read_inside = False  # Whether the last ``train_batch`` call has read from a loader
@@ -262,13 +262,13 @@ class DataPosition:
                 self.boundary.evaluated(None)
 
     def mode_set(self) -> None:
-        """Handle ``engine.train()`` and ``engine.eval()``, which may end an evaluation."""
+        """Called after ``engine.train()`` and ``engine.eval()``, which may end an evaluation."""
         if self.boundary is not None and self._engine.training:
             self.boundary.evaluated(None)
 
     def after_batch(self, reader: PassReader) -> None:
         if threading.get_ident() != self._thread:
-            self._elsewhere = True  # Another thread reads ahead by an unknown amount
+            self._elsewhere = True  # Another thread reads ahead, by an unknown number of batches
         elif self._inside:
             self._read_inside = True
             self._take([reader])
@@ -334,7 +334,8 @@ class DataPosition:
         """Handle the forward pass of a plain engine.
 
         Returns:
-            A warning if the script has not skipped to the position of the version.
+            A warning if the script has not skipped to the position of the version, otherwise
+            None.
         """
         passes, self._reads = self._reads, []
         if not training:
@@ -554,7 +555,8 @@ def _named(source: Any) -> str:
     if _is_repeating(source):
         return f" (RepeatingLoader over {_named(source.loader).strip(' ()')})"
     kind = type(source)
-    own = getattr(source, "__qualname__", None)  # Name of a generator
+    # Name of the function, if ``source`` is a generator
+    own = getattr(source, "__qualname__", None)
     return f" ({kind.__name__} {own})" if own else f" ({class_path(source)})"
 
 

@@ -36,7 +36,7 @@ R = TypeVar("R", bound=PassReader)
 class TrackedLoader(ABC, Generic[R]):
     """A loader whose position is part of a version, as plain values."""
 
-    kind: ClassVar[str]  # One of KINDS
+    kind: ClassVar[str]  # Kind of the loader, one of KINDS
     call: ClassVar[str]  # Beginning of the call that makes such a loader, for messages
 
     def __init__(self, name: str) -> None:
@@ -169,8 +169,8 @@ LOADERS = Registry()
 class ResumableLoader(TrackedLoader[LoaderIterator]):
     """Wraps a loader for a script that iterates over it itself. Made by :func:`resumable`.
 
-    The iteration may start before or after ``engine.load_checkpoint``. Other attributes are those
-    of the loader; without a session it behaves like the loader.
+    The iteration may start before or after ``engine.load_checkpoint``. All other attributes are
+    those of the wrapped loader; without a session the wrapper behaves like that loader.
     """
 
     kind, call = "resumable", "reft.resumable(loader"

@@ -189,7 +189,7 @@ class LoaderHook:
     """
 
     def __init__(self) -> None:
-        self._listeners: list[Listener] = []  # The engines that train on the batches
+        self._listeners: list[Listener] = []  # Engines that train on the loaders' batches
         # Classes whose ``__iter__`` is replaced, each with the original method
         self._patched: list[tuple[Any, Any]] = []
         self.resuming: ResumePhase | None = None
@@ -311,7 +311,7 @@ class LoaderHook:
 
     @property
     def is_evaluating(self) -> bool:
-        """Whether there are engines and none of them trains."""
+        """Whether there are engines, and none of them is in training mode."""
         return self.is_watching and not any(listener.is_training() for listener in self._listeners)
 
     def before_batch(self, reader: PassReader) -> None:
@@ -336,8 +336,8 @@ class LoaderHook:
     def replica(self) -> tuple[int, int]:
         """Return the replica of this rank and the number of replicas.
 
-        Both come from the engine. Before there is an engine, they are the rank and world size of
-        torch.distributed.
+        Both numbers come from the engine. Before there is an engine, they are the rank and world
+        size of torch.distributed.
         """
         known = (listener.replica() for listener in reversed(self._listeners))
         return next((reader for reader in known if reader is not None), process())

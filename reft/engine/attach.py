@@ -69,7 +69,8 @@ def save_with_host_state(
         memory: describes the job and the incarnation that save the checkpoint.
         state: captures the host state.
         original: DeepSpeed's method.
-        call: its arguments, by name. The attached client state is added.
+        call: arguments of the script's call, by name. The attached client state is added to
+            them.
 
     Returns:
         The result of DeepSpeed's method.
@@ -263,7 +264,7 @@ def begin_step(engine: Any) -> None:
             batch = stream.read()
             loss = engine(batch)
 
-    It does nothing if the engine is not protected.
+    This function does nothing if the engine is not protected.
     """
     begin = getattr(engine, _BEGIN_STEP, None)
     if begin is not None:

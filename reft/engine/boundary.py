@@ -34,8 +34,8 @@ from reft.state.blob import capture_rng
 logger = logging.getLogger(__name__)
 
 Encoded = Callable[[], bytes | bytearray]
-"""Returns the encoded host state. Called on the worker thread; state that training may change was
-encoded before."""
+"""Function that returns the encoded host state. It is called on the worker thread; the parts
+that training may change were encoded before."""
 Capture = Callable[[dict[str, Any] | None], Encoded]
 """Captures the current host state. The argument replaces the random states in it; None keeps the
 current ones."""
@@ -78,7 +78,7 @@ class StepBoundary:
         )
         # True between two steps if a version is due when the next one begins
         self._open = False
-        self._is_marked = False  # The script has marked where the next step begins
+        self._is_marked = False  # Whether the script has marked where the next step begins
         self._candidates: list[_Candidate] = []
         # Passes over loaders that evaluations have read since the last step
         self._evaluated: list[object] = []

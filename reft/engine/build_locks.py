@@ -53,7 +53,7 @@ def abandoned_locks() -> list[tuple[Path, float]]:
     root = _root()
     found = {}
     for lock in (path for pattern in _LOCKS for path in root.glob(pattern)):
-        with suppress(OSError):  # removed meanwhile
+        with suppress(OSError):  # The file was removed meanwhile
             status = lock.stat()
             found[status.st_dev, status.st_ino] = lock, status.st_mtime
     if not found:

@@ -68,9 +68,10 @@ class EngineState:
         self.followed = host_states(context)
         """State of the script that versions hold in addition to the engine's."""
         self.listener: Callable[[VersionId, LiveImages, Encoded], None] | None = None
-        """Called with every captured state; used by `reft rehearse`."""
-        # Only a plain engine's script makes the batch before the step begins: a pipeline engine
-        # reads within ``train_batch``, and Megatron-core's step begins before its batch is read.
+        """Function that is called with every captured state, for `reft rehearse`; None for none."""
+        # Only with a plain engine does the script make the batch before the step begins: a
+        # pipeline engine reads it within ``train_batch``, and a step of Megatron-core begins
+        # before its batch is read.
         repeats_draws = engine.data is not None and not engine.data.is_pipeline
         self.boundary = StepBoundary(
             self._encode_host_state, repeats_draws=repeats_draws, random_states=self._random_states
@@ -82,8 +83,8 @@ class EngineState:
         copied; None before the session starts."""
         self._images: LiveImages | None = None
         self._copied_at_boundary: frozenset[str] = frozenset()
-        """Names of tensors that the script writes while they are copied; the images contain copies
-        of them, made at each boundary."""
+        """Names of the tensors that the script or a step writes while a version is copied; in
+        their place the images contain copies that are made at each step boundary."""
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         # In a strict job, a version that no checkpoint could be written from is not taken.
         self._blob = HostBlob(strict=context.config.strict)

@@ -1,7 +1,8 @@
-"""The job as seen by every part of a session. It is created before the parts and passed to each.
+"""The job as seen by every part of a session. The context is created first and passed to each
+part.
 
-A part takes the context and the parts that it works with. It never takes the session, through which
-it could reach every other part.
+A part takes the context and the parts with which it works. It never takes the session, through
+which it could reach every other part.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ class JobContext:
 
     @property
     def ranks_here(self) -> int:
-        """Ranks on this node, from the topology: not every launcher sets LOCAL_WORLD_SIZE."""
+        """Number of ranks on this node, computed from the topology because not every launcher
+        sets LOCAL_WORLD_SIZE."""
         return len(self.topology.local_ranks(self.node))
 
     @property

@@ -39,7 +39,7 @@ _CONFIG = (
     "data_efficiency",
     "compression_training",
 )
-"""Parts of DeepSpeed's configuration that change the numerical results."""
+"""Keys of DeepSpeed's configuration that change the numerical results."""
 _ZERO = ("stage", "round_robin_gradients", "offload_optimizer.device", "offload_param.device")
 """Settings of ``zero_optimization`` that change the numerical results; the others change only the
 speed."""
@@ -110,7 +110,7 @@ class DeepSpeedEngine:
     def capture(self, client_state: Mapping[str, Any] | None) -> dict[str, Any]:
         state = capture_host_state(self.engine, self.adapter, client_state, self.data.state())
         signature = self.adapter.signature()
-        if self._held[0] != signature:  # tensors were added or replaced
+        if self._held[0] != signature:  # Tensors were added or replaced
             self._held = signature, describe_layouts(self.engine, self.adapter)
         return {**state, HELD: self._held[1]}
 
@@ -118,7 +118,8 @@ class DeepSpeedEngine:
         restore_host_state(self.engine, self.adapter, state)
 
     def restore_beside_checkpoint(self, state: dict[str, Any], *, scheduler: bool) -> None:
-        """Restore the state that DeepSpeed's files do not hold, after it has loaded them."""
+        """Restore the state that DeepSpeed's files do not hold. Called after DeepSpeed has
+        loaded them."""
         restore_data_free_state(self.engine, state, scheduler=scheduler)
 
     def template(self, images: tuple[SectionImage, SectionImage], state: dict[str, Any]) -> bytes:

@@ -58,7 +58,7 @@ class DeviceWriter:
         """Copy parts of a block into place and wait until they have arrived. Thread-safe.
 
         Args:
-            parts: Targets and sources, 1-D uint8; the sources are views of ``data``.
+            parts: Pairs of target and source, 1-D uint8; the sources are views of ``data``.
             data: The block, 1-D uint8 in host memory.
 
         Returns:
@@ -75,7 +75,8 @@ class DeviceWriter:
             for target, part in parts:
                 at = part.data_ptr() - begin
                 target.copy_(buffer[at : at + part.numel()], non_blocking=True)
-        # The next block overwrites the buffer, and training reads the target on another stream.
+        # Wait, since the next block will overwrite the buffer, and training will read the target
+        # on another stream.
         lane.stream.synchronize()
         checksum = lane.hasher.take()
         self._idle.put(lane)

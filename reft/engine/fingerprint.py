@@ -1,4 +1,5 @@
-"""The fingerprint of a job: facts that must be equal before stored state is restored (P7). Pure."""
+"""The fingerprint of a job: facts about its configuration, layout and data that must be equal
+before stored state is restored (P7). Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ _FORMAT = 1
 
 _BATCH = ("config.train_batch_size", "config.train_micro_batch_size_per_gpu")
 
-ACCEPT_KEY = "accept_changes"  # Key of the ``reft`` block that lists facts which may differ
+# Key of the ``reft`` block whose value lists facts that may differ
+ACCEPT_KEY = "accept_changes"
 
 AT_LAUNCH = ("script", "seed", "arguments")
 """Facts that are compared when a person starts the job, not when it restarts automatically: the
@@ -76,13 +78,13 @@ class Fingerprint:
     facts: Mapping[str, Fact]
 
     def without(self, names: Collection[str]) -> Fingerprint:
-        """A copy without the named facts and all facts under them."""
+        """Return a copy without the named facts and all facts under them."""
         return Fingerprint(
             {name: fact for name, fact in self.facts.items() if not _is_under(name, names)}
         )
 
     def only(self, names: Collection[str]) -> Fingerprint:
-        """A copy with only the named facts and all facts under them."""
+        """Return a copy with only the named facts and all facts under them."""
         return Fingerprint(
             {name: fact for name, fact in self.facts.items() if _is_under(name, names)}
         )

@@ -51,8 +51,8 @@ class HostState(Protocol):
         they are encoded before training continues."""
 
     def restore(self, saved: Any) -> None:
-        """Restore in place what :meth:`capture` returned. Objects that do not exist yet are
-        restored when they are created."""
+        """Restore in place the state that :meth:`capture` returned. Objects that do not exist
+        yet are restored when they are created."""
 
     def findings(self) -> Iterable[str]:
         """Describe state of this kind that a restart would not restore, each with the line of
@@ -64,12 +64,12 @@ class HostState(Protocol):
         return None
 
     def close(self) -> None:
-        """Remove all hooks from foreign classes and objects."""
+        """Remove all hooks that this follower has set in other classes and objects."""
         return
 
 
 class GivenState(HostState):
-    """One object that the script has named in ``state={name: object}``."""
+    """Follower of one object that the script has passed as ``state={name: object}``."""
 
     def __init__(self, name: str, given: Any) -> None:
         if not objects.is_known(given):
@@ -200,8 +200,8 @@ class HostStates:
             )
 
     def reapply(self) -> None:
-        """Restore again at the first step after a load, before it draws random numbers. Later calls
-        do nothing."""
+        """Restore the state a second time, when the first step after a load begins and before it
+        draws random numbers. Later calls do nothing."""
         if self._is_due and self._saved is not None:
             self._is_due = False
             for name, follower in self._followers.items():

@@ -1,6 +1,6 @@
 """The identity of a job (P7): its name and its fingerprint.
 
-Collective: every rank gets the same result or raises the same error.
+The functions are collective: every rank gets the same result or raises the same error.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class Identity:
             but: facts that may differ.
 
         Raises:
-            FingerprintError: names the facts that differ. Raised on all ranks.
+            FingerprintError: facts differ; the message names them. Raised on all ranks.
         """
         was, now = was.without(but), self.fingerprint.without(but)
         if self.restarted:

@@ -45,7 +45,8 @@ logger = logging.getLogger(__name__)
 # Job memory that engines of this process hold, by the directory's resolved path
 held: WeakValueDictionary[str, JobMemory] = WeakValueDictionary()
 
-# Most seconds to wait for the lock: killed trainers hold it until the kernel has freed their memory
+# Longest time in seconds to wait for the lock: killed trainers hold it until the kernel has
+# freed their memory
 _LOCK_SECS = 10.0
 
 
@@ -163,9 +164,9 @@ def agree_on_incarnation(config: ReftConfig, job_dir: JobDir, control: ControlGr
     """Agree on the incarnation, the number of this start: one more than any node or the storage
     has recorded (P7). Collective.
 
-    It equals the number on which the launchers agreed when they started the trainers, unless
-    storage has recorded a later one. From here on, older starts of the job cannot write to
-    storage.
+    The incarnation equals the number on which the launchers agreed when they started the
+    trainers, unless storage has recorded a later one. From here on, older starts of the job
+    cannot write to storage.
 
     Raises:
         FencedError: another start of the job has claimed the storage with the same number.
@@ -205,8 +206,8 @@ class JobMemory:
 
     Attributes:
         identity: identity of the job, with its fingerprint.
-        job_dir: directory of its memory.
-        record: record of the job in the rendezvous store; used by rank 0.
+        job_dir: directory of the job's memory on this node.
+        record: record of the job in the rendezvous store, which rank 0 uses.
         incarnation: number of this start; incremented when the job goes back to an older version.
 
     Raises:

@@ -24,14 +24,15 @@ logger = logging.getLogger(__name__)
 
 _ANSWER_SECS = 10.0
 
-_SILENT_SECS = 30.0  # Pause before the next request to a store that did not answer
+_SILENT_SECS = 30.0  # Seconds before the next request to a store that did not answer
 
 
 class JobRecord:
     """Records the newest commit of the job in the rendezvous store.
 
-    Best effort: without a store (plain ``torchrun``) only the arenas record commits. Used by global
-    rank 0 only. All methods except :meth:`committed` and :meth:`close` wait for the store.
+    Without a store (plain ``torchrun``) nothing is recorded here, and only the arenas record
+    commits. Used by global rank 0 only. All methods except :meth:`committed` and :meth:`close`
+    wait for the store.
     """
 
     def __init__(self, store: KeyValueStore | None, job_id: str) -> None:

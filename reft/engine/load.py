@@ -64,8 +64,10 @@ class Restorer:
     a state; the job  a newer checkpoint; if     that checkpoint: the job     DeepSpeed's load,
     does not train    there is none, no change   goes back                    but never over the
                                                                               job's own state
-    the job trains    the newest on storage:     that checkpoint: the job     DeepSpeed's load
-                      the job goes back          goes back
+    the job trains    the newest in the given    that checkpoint: the job     DeepSpeed's load
+                      directory, or else on      goes back
+                      storage: the job goes
+                      back
     ================  =========================  ===========================  ====================
 
     Args:
@@ -149,7 +151,8 @@ class Restorer:
             except LayoutError as error:
                 if not plan.other_layout:
                     raise
-                # No tensor has been written. Try an older version of this job's own layout.
+                # No tensor has been written yet, so try an older version that has this job's own
+                # layout.
                 recovery, plan = self._survey_own_layout(plan, error)
                 continue
             if isinstance(outcome, RecoveryOutcome):
@@ -221,7 +224,10 @@ class Restorer:
         """Load an older state into a running job, for example one from before a loss spike."""
         if call.tag is None:
             found = self._checkpoints.disk.find(call.directory)
-            if (resumed := self._load_first_sound(call, found.checkpoints)) is not None:
+            # A running job that names a directory means a checkpoint there, such as a Trainer's
+            # best one, even if storage has a newer version.
+            named = [c for c in found.checkpoints if c.directory == call.directory]
+            if (resumed := self._load_first_sound(call, named or found.checkpoints)) is not None:
                 return resumed
             if refused := self._checkpoints.disk.refused(found):
                 raise UnrecoverableError(nothing_sound(refused))
@@ -234,8 +240,8 @@ class Restorer:
         """Load weights without an optimizer. A job may start from these weights, but never
         resumes from them (P3).
 
-        They are ignored if this job has resumed its own state: the script loads them at every
-        start, but only the first start needs them.
+        The weights are ignored if this job has resumed its own state: the script loads them at
+        every start, but only the first start needs them.
         """
         resumed = self._resumed
         if resumed is not None and not self._trains and resumed.is_the_jobs_own:

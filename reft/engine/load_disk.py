@@ -28,7 +28,7 @@ from reft.storage.load import DamagedError, DiskCheckpoint, DiskRestorer, damage
 
 
 class CheckpointEngine(TrainingEngine, Protocol):
-    """A training engine whose program loads checkpoints of its own: DeepSpeed's."""
+    """A training engine whose program can load its own checkpoints, as DeepSpeed can."""
 
     @property
     def data(self) -> DataPosition: ...
@@ -42,7 +42,7 @@ class CheckpointEngine(TrainingEngine, Protocol):
 
 
 class LoadedSession(RestorableSession, Protocol):
-    """The part of a session that loads of checkpoints use."""
+    """The part of a session's interface that is used to load checkpoints."""
 
     def hold(self) -> None: ...
 
@@ -142,7 +142,7 @@ class CheckpointLoader:
         self._job_memory.count_on(1 + max(seen, default=0))
 
     def _check_identity(self, checkpoint: DiskCheckpoint) -> None:
-        """Refuse a checkpoint of this job with other settings (P7)."""
+        """Refuse a checkpoint that this job wrote with other settings (P7)."""
         now = self._context.topology.degrees
         was = checkpoint.arenas or self._other_layout(checkpoint) or now
         but = may_differ(was, now)
@@ -156,8 +156,8 @@ class CheckpointLoader:
     # -- arenas ------------------------------------------------------------------------------------
 
     def _load_arenas(self, checkpoint: DiskCheckpoint, *, start: bool) -> tuple[Any, Any]:
-        """Recover a version on storage like one in memory; its blocks are verified while they are
-        read (P5)."""
+        """Recover a version on storage in the same way as one in memory. Its blocks are verified
+        while they are read (P5)."""
         began = time.perf_counter()
         recovery, plan = self._memory.survey(
             stored_participant(self._context, checkpoint.path, str(checkpoint.job_id))

@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 
 
 class RestorableSession(Protocol):
-    """The part of a session that loads use."""
+    """The part of a session's interface that is used to load a state."""
 
     @property
     def started(self) -> bool: ...
@@ -146,7 +146,7 @@ class Target:
         return write_and_hash(parts, data, self._own.hasher)
 
 
-# Live bytes and their new content, 1-D uint8 of equal length
+# A pair of live bytes and their new content, both 1-D uint8 of equal length
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -373,7 +373,8 @@ class MemoryRestorer:
         return outcome, target.state
 
     def restore(self, recovery: Recovery) -> RecoveryOutcome | NotRecoverable:
-        """Restore the surveyed version, start the session, and protect it. Collective."""
+        """Restore the surveyed version, start the session, and protect the restored state again.
+        Collective."""
         context, began = self._context, time.perf_counter()
         outcome, state = self.take_up(recovery, f"the memory of job {context.job_id}")
         if isinstance(outcome, NotRecoverable):
@@ -521,7 +522,7 @@ class MemoryRestorer:
 
         Args:
             source: description of the source.
-            began: start of the load, seconds of ``time.perf_counter()``.
+            began: time at which the load began, in seconds of ``time.perf_counter()``.
         """
         secs, step = time.perf_counter() - began, self._context.engine.global_steps
         self.note(history.RESUMED, source=source, step=step, secs=secs, times=marks.times())

@@ -33,8 +33,9 @@ def times() -> dict[str, float]:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Run without garbage collection. A full collection visits every object of torch and DeepSpeed,
-    which takes tenths of a second and frees nothing here."""
+    """Turn off garbage collection within the ``with`` block or function. A full collection
+    visits every object of torch and DeepSpeed, which takes tenths of a second and frees nothing
+    here."""
     collects = gc.isenabled()
     gc.disable()
     try:

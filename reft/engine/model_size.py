@@ -10,7 +10,7 @@ import torch
 
 from reft.grid import Coordinate
 
-TRAINED_FLOPS, FROZEN_FLOPS = 6, 4  # Operations of one parameter for one token
+TRAINED_FLOPS, FROZEN_FLOPS = 6, 4  # Floating-point operations for one parameter and one token
 EXPERTS = -1
 """Stands for an unknown number of operations: a token passes through only some experts, and the
 engine does not expose how many."""

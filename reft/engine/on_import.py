@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class PostImportFinder(MetaPathFinder):
-    """Calls ``callback`` once, right after the module ``name`` was imported."""
+    """Import hook that calls ``callback`` once, right after the module ``name`` was imported."""
 
     def __init__(self, name: str, callback: Callable[[], None]) -> None:
         self.name = name
@@ -100,8 +100,8 @@ def _install_into(name: str, function: str) -> None:
 
 
 def avoid_build_at_start() -> None:
-    """Mark DeepSpeed's shared-memory operator as not buildable, so that it is not compiled at the
-    start. No effect on an accelerator."""
+    """Mark DeepSpeed's shared-memory operator as not buildable, so that it is not compiled at
+    the start. Has no effect if DeepSpeed uses an accelerator."""
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
@@ -117,7 +117,8 @@ _MOST_BYTES = 4 * 2**20  # Size limit of files that are read as configurations
 
 
 def install() -> None:
-    """Make every later ``deepspeed.initialize`` attach reft if the configuration has a block."""
+    """Make every later call of ``deepspeed.initialize`` attach reft if the configuration has a
+    ``reft`` block."""
     import deepspeed
 
     if not getattr(deepspeed, _INSTALLED, False):
@@ -183,8 +184,8 @@ def _initialize(
 
 
 def _register_optimizer(config: Any) -> None:
-    """Let DeepSpeed find :class:`reft.ExactAdam`, if the configuration names it. DeepSpeed looks in
-    ``torch.optim`` for the names that it does not know."""
+    """Make :class:`reft.ExactAdam` available to DeepSpeed if the configuration names it as the
+    optimizer. DeepSpeed looks for unknown names in ``torch.optim``."""
     optimizer = config.get("optimizer") if isinstance(config, Mapping) else None
     if isinstance(optimizer, Mapping) and optimizer.get("type") == "ExactAdam":
         import torch
@@ -213,7 +214,8 @@ def _prepare() -> None:
     from reft.refusal import end_in_words
 
     def init_distributed(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Mark the time in which process groups are created, which ``reft history`` shows."""
+        """Call the original function, and mark when the creation of process groups begins and
+        ends, which ``reft history`` shows."""
         mark(GROUPS)
         try:
             return original(*args, **kwargs)
@@ -233,8 +235,8 @@ def _prepare() -> None:
 def _config_among(
     original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Find DeepSpeed's configuration in the arguments of ``deepspeed.initialize``; None if there is
-    none."""
+    """Find DeepSpeed's configuration in the arguments of ``deepspeed.initialize``; return None
+    if there is none."""
     import inspect
     import json
 

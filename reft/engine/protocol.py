@@ -44,11 +44,11 @@ class TrainingEngine(Protocol):
 
     @property
     def resizing(self) -> LayoutChange | None:
-        """Restores versions of other layouts; None if the engine cannot load them."""
+        """Object that restores versions of other layouts; None if the engine cannot load them."""
 
     @property
     def global_steps(self) -> int:
-        """Optimizer steps made so far, including those skipped on overflow."""
+        """Number of optimizer steps made so far, including those skipped on overflow."""
 
     def place(self) -> tuple[Coordinate, Degrees]:
         """Return the coordinate of this rank, and the degrees of the job.
@@ -62,13 +62,14 @@ class TrainingEngine(Protocol):
         of rank 0 are used."""
 
     def shapes(self) -> str:
-        """Describe this rank's part of the model, with a digest of names and shapes."""
+        """Return a description of this rank's part of the model, with a digest of names and
+        shapes."""
 
     def capture(self, client_state: Mapping[str, Any] | None) -> dict[str, Any]:
         """Capture the host state when a step begins; :mod:`reft.state.blob` lists its keys."""
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Restore the host state, after the images have been written."""
+        """Restore the host state. Called after the images have been written to the tensors."""
 
     def template(self, images: tuple[SectionImage, SectionImage], state: dict[str, Any]) -> bytes:
         """Make the template with which a checkpoint in the program's format is later written
@@ -89,7 +90,7 @@ def find_coordinate(engine: Any) -> tuple[Coordinate, Degrees]:
     """Read the coordinate of this rank and the degrees from a DeepSpeed engine.
 
     Raises:
-        LayoutError: the engine also divides ranks by experts or sequences.
+        LayoutError: the engine divides ranks also by experts or sequences.
     """
     import torch.distributed as dist
 

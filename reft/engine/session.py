@@ -63,8 +63,8 @@ def _fails() -> bool:
 
 
 class Session:
-    """Snapshots of one training engine. Created collectively by :func:`reft.attach` and similar
-    functions.
+    """Takes and restores versions of one training engine. Created collectively by
+    :func:`reft.attach` and similar functions.
 
     A session creates its parts and calls them in the order of a step. Parts have no access to it:
     each takes the :class:`~reft.engine.context.JobContext` and the parts that it works with.
@@ -82,7 +82,7 @@ class Session:
     Attributes:
         context: the job as this rank sees it.
         memory: the job's memory on this node.
-        progress: progress page of this rank, read by the node's daemon.
+        progress: progress page of this rank, a shared-memory page that the node's daemon reads.
         copying: copy engine and pacing of this rank.
         protection: the active protection scheme.
         fence: makes training wait for copies (P2).
@@ -91,8 +91,8 @@ class Session:
         stopping: stops the job on request.
         worker: takes versions; None before :meth:`start`.
         rates: decides which versions are taken and persisted; set by :meth:`start`.
-        closed: :meth:`close` has been called.
-        first_request: first version that was requested in this process; None before.
+        closed: True once :meth:`close` has been called.
+        first_request: request of the first version in this process; None before.
     """
 
     def __init__(
@@ -239,7 +239,7 @@ class Session:
             recipe=None if gradients is None else gradients.recipe,
             declared_on_one_host=declared_together,
         )
-        # An automatic restart, perhaps on fewer nodes, must not fail because of warnings.
+        # Warnings must not make an automatic restart fail, which may be on fewer nodes.
         context.report(start_findings(start), strict=not restarted)
         if is_dry_run():
             end_dry_run(start, context.engine.name)
@@ -259,8 +259,8 @@ class Session:
 
     @property
     def started(self) -> bool:
-        """Whether the session takes versions. It starts to after a state was loaded, or none was
-        found."""
+        """Whether the session takes versions. It begins to do so after a state was loaded, or
+        none was found."""
         return self.worker is not None
 
     @property
@@ -303,11 +303,12 @@ class Session:
         write_request([self.context.job_dir.path], scheme)
 
     def give(self, state: Mapping[str, Any]) -> None:
-        """Follow objects of the script, by name: see :func:`reft.attach`."""
+        """Make objects of the script part of every version, by name, as with ``state`` in
+        :func:`reft.attach`."""
         self.state.followed.give(state)
 
     def follow(self, follower: HostState) -> None:
-        """Follow one more kind of host state."""
+        """Add a follower, which captures and restores one more kind of host state."""
         self.state.followed.add(follower)
 
     def set_client_state(self, client_state: ClientState) -> None:
@@ -453,7 +454,7 @@ class Session:
         and release all resources. The memory stays.
 
         Args:
-            timeout_secs: time limit; None: the grace period of the configuration.
+            timeout_secs: time limit in seconds; None for the grace period of the configuration.
         """
         if self.closed:
             return
@@ -553,8 +554,8 @@ class Session:
             self.worker.fence()
 
     def go_back(self) -> None:
-        """Prepare to load an older version: versions in memory become obsolete, and the next ones
-        belong to a new incarnation. Collective."""
+        """Prepare to load an older version: versions in memory become obsolete, and the next
+        versions belong to a new incarnation. Collective."""
         assert self.worker is not None
         self.worker.drain(self.context.config.commit_timeout_secs)
         # P2: no copy of an earlier version may read the tensors after the load has written them.
@@ -573,7 +574,7 @@ class Session:
         context, request = self.context, self.first_request
         if not context.config.strict or request is None:
             return
-        # Wait for the worker, since the outcome of the vote decides whether training continues.
+        # Wait for the worker, since the result of the vote decides whether training continues.
         request.done.wait(context.config.commit_timeout_secs)
         if not request.committed:
             why = self.stats.last_error or "it did not finish within commit_timeout_secs"

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class SteppedSession(Protocol):
-    """The part of a session that :class:`StepHooks` uses."""
+    """The part of a session's interface that :class:`StepHooks` uses."""
 
     @property
     def stepped(self) -> bool: ...
@@ -53,7 +53,8 @@ class StepHooks:
         self._context, self._session, self._state = context, session, state
         self._restorer, self._memory, self._data = restorer, memory, data
         self._trains = False  # Whether this process has begun its first step
-        self._first_step = context.engine.global_steps  # Step from which this process trains
+        # Number of completed steps when this process began to train
+        self._first_step = context.engine.global_steps
         self._made_first_step = False
 
     # -- before a step -----------------------------------------------------------------------------

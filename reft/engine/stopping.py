@@ -21,17 +21,17 @@ from reft.snapshot.worker import SnapshotRequest, SnapshotWorker
 logger = logging.getLogger(__name__)
 
 _REPEAT_SECS = 2.0
-"""Within this time after the first signal, further signals are ignored as repeats."""
+"""Seconds after the first signal within which further signals are ignored as repeats."""
 _STOP_NEXT_SECS = 1.0
-"""If a step takes longer than this, the job stops after the next one; otherwise after the second
-next."""
+"""Limit in seconds: if a step takes longer than this, the job stops after the next step,
+otherwise after the one that follows the next."""
 _LONG_STEP_SECS = 0.5
 """After a step longer than this, a rank waits for the vote on the step before. All ranks must
 have the results of the same votes before they decide whether to stop. The limit is well below
 _STOP_NEXT_SECS, since ranks measure slightly different times."""
-_VOTE_SECS = 5.0  # Longest wait for a vote
+_VOTE_SECS = 5.0  # Longest wait for a vote, in seconds
 _VOTE_SHARE = 0.1  # Longest wait for a vote, as a fraction of the step
-_CLOSE_SECS = 1.0  # Time that is reserved for closing the session
+_CLOSE_SECS = 1.0  # Seconds that are reserved for closing the session
 _ALONE_SHARE = 0.5
 """Fraction of the grace period after which a rank stops without a common last step."""
 _BOUNDARY_SECS = 1.0
@@ -46,7 +46,7 @@ class Persisting(Protocol):
 
 
 class StoppableSession(Protocol):
-    """The part of a session that a :class:`StopController` uses."""
+    """The part of a session's interface that a :class:`StopController` uses."""
 
     @property
     def closed(self) -> bool: ...
@@ -129,7 +129,7 @@ class StopController:
             # not see the flag with the initial time.
             self._since_secs, self.requested = time.monotonic(), True
             self._signal = signal.Signals(number)
-            # On a thread, since the main thread may be in a call that takes minutes.
+            # Use a timer thread, since the main thread may be in a call that takes minutes.
             watch = threading.Timer(
                 _ALONE_SHARE * self._grace_secs + _BOUNDARY_SECS, self._stop_between_steps
             )
@@ -152,7 +152,7 @@ class StopController:
 
         Args:
             step: the step that has just ended.
-            step_secs: its duration.
+            step_secs: duration of that step.
 
         Raises:
             SystemExit: the job ends here.
@@ -271,7 +271,7 @@ class StopController:
         """Take a version of the last step within the given time.
 
         Returns:
-            Whether it was committed, and a description of where it was persisted.
+            Whether the version was committed, and text on where it was persisted.
         """
         assert self._session is not None
         assert self._worker is not None

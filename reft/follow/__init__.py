@@ -3,6 +3,5 @@
 
 FOLLOWERS = {
     "flags": "reft.follow.flags:followers",
-    "gradients": "reft.follow.gradients:followers",
     "schedulers": "reft.follow.groups:followers",
 }

@@ -131,8 +131,8 @@ class Arena:
         access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
         self._map: mmap.mmap | None = mmap.mmap(fd, geometry.file_bytes, access=access)
         if not writable:
-            # The data is read once. Without this, unmapping marks every page as recently used,
-            # which takes as long as mapping it.
+            # Tell the kernel that the data is read once. Otherwise unmapping would mark every
+            # page as recently used, which takes as long as mapping it.
             self._map.madvise(mmap.MADV_SEQUENTIAL)
         self._view = memoryview(self._map)
         self._data = self._view[geometry.data_offset : geometry.file_bytes]
@@ -191,7 +191,8 @@ class Arena:
 
     @classmethod
     def _new(cls, path: Path, geometry: Geometry, secret: bytes, *, allocated: bool) -> Arena:
-        # The header is always allocated: reading a mapped hole raises SIGBUS when memory is short.
+        # Always allocate the header: reading a hole in a mapped file raises SIGBUS when memory
+        # is short.
         fd = new_file(path, geometry.file_bytes, None if allocated else geometry.data_offset)
         try:
             os.pwrite(fd, encode_geometry(geometry, secret), 0)
@@ -218,7 +219,7 @@ class Arena:
 
         Raises:
             FileNotFoundError: there is no such file.
-            ArenaError: the file is no arena, is damaged, or belongs to another job.
+            ArenaError: the file is not an arena, is damaged, or belongs to another job.
         """
         if writable and secret is None:
             raise ArenaError(
@@ -271,7 +272,7 @@ class Arena:
         write_all(self._fd, self.path, data, self._geometry.data_offset + offset)
 
     def allocate(self) -> None:
-        """Allocate the parts of the file that were not written (P9).
+        """Allocate memory for the parts of the file that were not written (P9).
 
         Raises:
             OutOfMemoryError: there is no memory left.
@@ -413,7 +414,7 @@ class Arena:
         self._record(newest, replace(header, state=ArenaState.COMMITTED), newest.table)
 
     def clear(self) -> None:
-        """Discard the version: record EMPTY and wipe the older record."""
+        """Discard the version: write a record that says EMPTY, and wipe the older record."""
         self._record(self._newest(), None, b"", wipe=True)
         self._release_own_lock()
 
@@ -454,9 +455,9 @@ class Arena:
     def close(self) -> None:
         """Release the locks and this object's reference to the mapping.
 
-        The memory is unmapped when the last view of :attr:`data` is freed. It must not be unmapped
-        earlier: ``torch.frombuffer`` keeps the view alive but does not lock it, and would read
-        unmapped memory.
+        The memory is unmapped when the last view of :attr:`data` is freed. The memory must not
+        be unmapped earlier: ``torch.frombuffer`` keeps the view alive but does not lock it, and
+        would read unmapped memory.
         """
         self._close_files()
         self._data = self._view = memoryview(b"")
@@ -653,7 +654,8 @@ def scan(
 def headers(
     job_dir: Path, secret: bytes | None, job_id: str | None = None
 ) -> list[tuple[Path, ArenaHeader]]:
-    """Return files and headers of a job's arenas, without those that are EMPTY or unreadable."""
+    """Return the path and the header of each of a job's arenas that is neither EMPTY nor
+    unreadable."""
     found = []
     for path, arena in scan(job_dir, secret, job_id):
         if isinstance(arena, Arena):
@@ -684,7 +686,7 @@ class SlotFiles:
     local_rank: int  # Rank within the node, from which the file names are made
     count: int  # Number of slots; each holds one arena
     secret: bytes  # The job's secret, the key of the headers' MAC
-    # Ranks on this node. Local rank 0 removes the files of ranks that no longer exist.
+    # Number of ranks on this node. Local rank 0 removes the files of ranks that no longer exist.
     local_world_size: int = 1
 
     def path(self, slot: int) -> Path:

@@ -27,7 +27,7 @@ from reft.memory.header import PAGE_BYTES
 
 # Bytes that are allocated or touched at once; between two such steps signals are handled
 _STEP_BYTES = 256 * 2**20
-_MADV_POPULATE_WRITE = 23  # Linux 5.14; not in the mmap module
+_MADV_POPULATE_WRITE = 23  # Since Linux 5.14; missing in Python's mmap module
 _NO_MEMORY = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG)
 
 
@@ -200,9 +200,9 @@ _NO_LIMIT = 2**60
 class Bound:
     """A limit on memory."""
 
-    name: str  # For messages
-    used_bytes: int  # Memory in use
-    limit_bytes: int  # Total memory
+    name: str  # Name of the limit, for messages
+    used_bytes: int  # Bytes in use
+    limit_bytes: int  # Bytes that may be in use
 
 
 def free_bytes(directory: Path) -> int:
@@ -280,7 +280,8 @@ def _free_in(mount: Path, path: str, names: tuple[str, str], prefix: str) -> Ite
     # In a container, this cgroup path may be the one the host sees; skip cgroups that do not
     # exist under this mount.
     for directory in (group, *group.parents):
-        with suppress(OSError, ValueError):  # "max" means no limit and is not a number
+        # A cgroup without a limit has the text "max" instead of a number
+        with suppress(OSError, ValueError):
             limit, used = (int((directory / name).read_text()) for name in names)
             stat = dict(
                 line.split() for line in (directory / "memory.stat").read_text().splitlines()
@@ -301,7 +302,8 @@ _SHOWN_CHARACTERS = 200
 
 
 class JobLock:
-    """The lock on a job's memory, held until it is closed or the process ends.
+    """The lock on a job's memory on one node, held until :meth:`close` or the end of the
+    process.
 
     Args:
         directory: the job's memory on this node; it must exist.
@@ -399,7 +401,7 @@ def _acquire(directory: Path, job_id: str, kind: int, wait_secs: float) -> int:
         except FileNotFoundError:
             if time.monotonic() >= deadline:
                 raise
-            # The previous holder ended normally and removed the directory.
+            # The directory may be gone: the previous holder ended normally and removed it.
             with suppress(FileExistsError):
                 directory.mkdir(mode=0o700)
             time.sleep(_POLL_SECS)
@@ -434,7 +436,7 @@ def _refusal(directory: Path, job_id: str, fd: int) -> str:
 
 
 def try_flock(fd: int, kind: int) -> bool:
-    """Take a lock without waiting; False if another process holds it."""
+    """Take a lock without waiting; return False if another process holds it."""
     try:
         fcntl.flock(fd, kind | fcntl.LOCK_NB)
     except BlockingIOError:

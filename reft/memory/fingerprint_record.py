@@ -12,11 +12,11 @@ _KEPT_INCARNATIONS = 16
 
 
 def record_fingerprint(directory: Path, incarnation: int, encoded: str) -> None:
-    """Record the fingerprint of ``incarnation``. It also counts for later incarnations without a
-    record of their own. Called by one process of each node.
+    """Record the fingerprint of ``incarnation``. The record also counts for later incarnations
+    that have none of their own. Called by one process of each node.
 
     Raises:
-        OSError: it cannot be recorded.
+        OSError: the file cannot be written.
     """
     records = {**_read_records(directory), incarnation: encoded}
     kept = sorted(records)[-_KEPT_INCARNATIONS:]

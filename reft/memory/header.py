@@ -5,10 +5,11 @@
     4096 + c       header copy B
     data offset    data, a multiple of 64 KiB from the start of the file
 
-Every record carries a magic number, the format version, a sequence number, its length, an unkeyed
-hash and a keyed MAC. A change of state is written over the *older* copy, so a write that is torn at
-any byte leaves the newer one intact. Readers take the valid copy with the highest sequence number.
-The hash distinguishes a torn record from one that was written with another job's secret.
+Superblock and header copies are *records*. Every record carries a magic number, the format
+version, a sequence number, its length, an unkeyed hash and a keyed MAC. A change of state is
+written over the *older* copy, so a write that is torn at any byte leaves the newer one intact.
+Readers take the valid copy with the highest sequence number. The hash distinguishes a torn
+record from one that was written with another job's secret.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ DATA_ALIGNMENT_BYTES = 65536
 """The data region starts at a multiple of this, which is a multiple of every page size in use
 (arm64 has 64 KiB pages)."""
 
-_CORE = struct.Struct("<IIQQ")  # format version, kind, sequence, payload bytes
-_DIGESTS = struct.Struct("<Q16s")  # xxh3_64, MAC
+_CORE = struct.Struct("<IIQQ")  # Format version, kind, sequence number, payload size in bytes
+_DIGESTS = struct.Struct("<Q16s")  # xxh3_64 hash, MAC
 PREFIX_BYTES = len(MAGIC) + _CORE.size + _DIGESTS.size
 TABLE = np.dtype(
     [
@@ -79,10 +80,11 @@ class ArenaState(StrEnum):
 class Entry:
     """A block in an arena: its identity, position and checksum."""
 
-    key: BlockKey  # Identity within sharding group and version
-    start_bytes: int  # Offset in the section's image
-    nbytes: int  # Length without padding
-    image_bytes: int  # Size of the section's image; recovery checks that the blocks cover it
+    key: BlockKey  # Identity of the block within its sharding group and version
+    start_bytes: int  # Offset in bytes in the section's image
+    nbytes: int  # Length in bytes without padding
+    # Size in bytes of the section's image; recovery checks that the blocks cover all of it
+    image_bytes: int
     arena_offset: int  # Offset from the start of the arena's data region
     checksum: int  # xxh3_64 of the bytes
     owner: bool  # True for the member's own block, False for a redundant copy or a parity block
@@ -99,7 +101,7 @@ class ArenaHeader:
     label: VersionId  # Incarnation and step of the version
     state: ArenaState  # State of the version
     entries: tuple[Entry, ...] = ()  # Block table; empty until the version is sealed
-    sealed_unix_secs: float = 0.0  # Time of sealing; 0 before
+    sealed_unix_secs: float = 0.0  # Time at which the version was sealed; 0 before
     layout: str = ""  # Hex hash of degrees and section sizes; versions of other layouts are refused
     # Erasure code of the replicated section, in the form of
     # `reft.protect.codes.BlockCode.describe`; empty without one
@@ -116,9 +118,9 @@ class RecordKind(IntEnum):
 class Geometry:
     """Sizes of an arena's regions."""
 
-    data_bytes: int  # Size of the data region
-    max_entries: int  # Capacity of the block table
-    copy_bytes: int  # Size of one header copy
+    data_bytes: int  # Size of the data region in bytes
+    max_entries: int  # Largest number of entries in the block table
+    copy_bytes: int  # Size of one header copy in bytes
 
     @classmethod
     def of(cls, data_bytes: int, max_entries: int) -> Geometry:
@@ -147,9 +149,9 @@ class Record:
     """A valid header copy."""
 
     index: int  # Index of the copy, 0 or 1
-    sequence: int  # Sequence number
+    sequence: int  # Sequence number of the record; the higher one is newer
     head: ArenaHeader | None  # Header without its entries; None for an EMPTY arena
-    table: bytes  # Packed entries
+    table: bytes  # Packed block table
 
     def header(self) -> ArenaHeader | None:
         """Return the header with its entries; slow for thousands of them.
@@ -195,7 +197,7 @@ def decode_record(raw: memoryview, kind: RecordKind, secret: bytes | None) -> tu
 
     Raises:
         TornRecordError: the record is incomplete.
-        ArenaError: it has another kind, a later format or another job's MAC.
+        ArenaError: the record has another kind, a later format or another job's MAC.
     """
     if len(raw) < PREFIX_BYTES or bytes(raw[: len(MAGIC)]) != MAGIC:
         raise TornRecordError("no record: the magic number is missing")
@@ -233,7 +235,7 @@ def decode_geometry(raw: memoryview, secret: bytes | None) -> Geometry:
     """Decode the superblock.
 
     Raises:
-        ArenaError: it is damaged, from another job, or its sizes are impossible.
+        ArenaError: the superblock is damaged or another job's, or its sizes are impossible.
     """
     _, payload = decode_record(raw, RecordKind.SUPERBLOCK, secret)
     try:
@@ -261,7 +263,7 @@ def pack_entries(entries: Sequence[Entry]) -> bytes:
 
 
 def unpack_entries(table: bytes) -> tuple[Entry, ...]:
-    """Inverse of :func:`pack_entries`.
+    """Decode the output of :func:`pack_entries`.
 
     Raises:
         IndexError: a section code is invalid.
@@ -317,14 +319,15 @@ def decode_header(payload: bytes) -> tuple[ArenaHeader | None, bytes]:
         The header without its entries (None for an EMPTY arena), and the packed block table.
 
     Raises:
-        ArenaError: it cannot be decoded. Its digests match, so the cause is a bug in the writer.
+        ArenaError: the payload cannot be decoded. Its digests match, so the cause is a bug in
+            the writer.
     """
     try:
         head, table = msgpack.unpackb(payload)
         if head is None:
             return None, b""
         header = ArenaHeader(
-            # Headers of earlier releases lack the last two
+            # Headers written by earlier releases lack the last two fields
             **{name: head[name] for name in _PLAIN if name in head},
             degrees=Degrees(*head["degrees"]),
             coordinate=Coordinate(*head["coordinate"]),
@@ -348,8 +351,8 @@ def newest_record(copies: Sequence[memoryview], secret: bytes | None) -> Record:
         ArenaError: no copy is valid, and one is of another job or a later format.
     """
     found: list[tuple[int, int, bytes]] = []
-    # Only types and texts are kept. An error's traceback refers to this frame, and that cycle would
-    # keep the views, and so the mapping, alive.
+    # Keep only types and texts of errors. An error's traceback refers to this frame, and this
+    # reference cycle would keep the views, and so the mapping, alive.
     refusals: list[tuple[type[ArenaError], str]] = []
     for index, raw in enumerate(copies):
         try:

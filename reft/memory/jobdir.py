@@ -1,10 +1,10 @@
 """A job's directory in a node's memory: identity, live processes, removal.
 
 ``<memory_dir>/<job_id>/`` (mode 0700) holds the arenas, the job's ``secret`` (0600),
-``job.json``, and, where a daemon runs, ``daemon.json`` and ``status.json``. It outlives the
-job's processes. A directory is *alive* while its daemon runs or a process has an arena open for
-writing: these processes hold a shared ``flock`` on the directory. A directory that is not alive
-is an *orphan*, which ``reft clean`` removes.
+``job.json``, and, where a daemon runs, ``daemon.json`` and ``status.json``. The directory
+outlives the job's processes. A directory is *alive* while its daemon runs or a process has an
+arena open for writing: these processes hold a shared ``flock`` on the directory. A directory
+that is not alive is an *orphan*, which ``reft clean`` removes.
 """
 
 from __future__ import annotations
@@ -150,9 +150,9 @@ class JobSummary:
     job_id: str
     node: str
     owner_uid: int
-    created_unix_secs: float  # 0 if unknown
-    incarnation: int  # Newest incarnation
-    arenas: int  # number of arena files
+    created_unix_secs: float  # Time at which the directory was created; 0 if unknown
+    incarnation: int  # Newest incarnation of the job
+    arenas: int  # Number of arena files
     nbytes: int  # Memory in bytes that the directory takes
     alive_because: tuple[str, ...]  # Live processes that use the directory; empty for an orphan
     problem: str | None = None  # Reason why the directory could not be read; None if it could
@@ -300,7 +300,8 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Replace a JSON file (0600) in one step: readers see the old file or the new one."""
+    """Replace a JSON file (mode 0600) in one step, so that readers see either the old or the new
+    file."""
     with whole_file(path, mode=0o600, sync=False) as file:
         file.write(json.dumps(value, default=str).encode())
 

@@ -85,7 +85,7 @@ class ProtectionRecord:
 
     @classmethod
     def from_json(cls, fields: Any) -> ProtectionRecord:
-        """The inverse of :meth:`to_json`.
+        """Decode the output of :meth:`to_json`.
 
         Raises:
             ValueError: the fields are not those of a record.

@@ -1,4 +1,5 @@
-"""Requests of ``reft scale`` and the launcher's answers: files in a node's memory."""
+"""Files in a node's memory: requests of ``reft scale`` to change the number of nodes, and the
+launcher's answers."""
 
 from __future__ import annotations
 
@@ -57,15 +58,15 @@ def read_size(job_dir: Path) -> Size | None:
 
 @dataclass(frozen=True)
 class ScaleRequest:
-    number: int  # Unix milliseconds
-    nodes: int  # that the job shall have
+    number: int  # Number of the request: Unix milliseconds
+    nodes: int  # Number of nodes that the job shall have
     without: tuple[str, ...] = ()  # Ids of the nodes that leave first
 
 
 @dataclass(frozen=True)
 class ScaleAnswer:
     number: int  # Number of the request that is answered
-    nodes: int  # that the job shall have
+    nodes: int  # Number of nodes that the job shall have
     running: int  # Number of nodes that the job has now
     refused: str = ""  # Reason why the request is refused; "" if it is carried out
     # True once the job runs on ``nodes`` nodes and has committed a version there

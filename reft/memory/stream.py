@@ -88,7 +88,7 @@ def find_ranges(rows: Iterable[Range]) -> Ranges:
 class CutRanges:
     """Ranges in copy order, grouped into chunks."""
 
-    ranges: Ranges  # Ranges of all chunks
+    ranges: Ranges  # Ranges of all chunks, in the order of the chunks
     ends: NDArray[np.uint64]  # For each chunk, the index after its last range
     begins_bytes: Sequence[int]  # Bytes before each chunk; the last element is the total
 
@@ -105,7 +105,7 @@ class CutRanges:
 
     @cached_property
     def hashed_only(self) -> CutRanges:
-        """The same ranges, to be read without copying them."""
+        """The same ranges without targets, so that they are only read and hashed."""
         ranges = self.ranges.copy()
         ranges[:, 0] = 0
         return replace(self, ranges=ranges)
@@ -133,7 +133,8 @@ class HashingCopier:
     during the copy. A range of floating-point numbers must begin at a multiple of 8 hashed
     bytes.
 
-    One thread may use it at a time; calls release the GIL. Made by :func:`hashing_copier`.
+    Only one thread at a time may use an object of this class; its calls release the GIL. Made by
+    :func:`hashing_copier`.
     """
 
     not_finite = False  # Whether the bytes of the last checksum contained a NaN or an infinity
@@ -182,8 +183,8 @@ class HashingCopier:
 
 
 class PlainHashingCopier(HashingCopier):
-    """:class:`HashingCopier` without the compiled loop: copies a piece, then hashes it from the
-    cache."""
+    """:class:`HashingCopier` without the compiled loop. It copies a piece and then hashes it
+    while it is in the cache."""
 
     def __init__(self) -> None:
         self._hash, self._not_finite = xxhash.xxh3_64(), False

@@ -172,6 +172,22 @@ def advise(job: JobSituation) -> tuple[Advice, ...]:
     return (*kept, *_about_workers(job))
 
 
+def applicable(job: JobSituation, advices: Sequence[Advice]) -> Advice | None:
+    """Return the first advice that ``reft scale`` can carry out at once; None if there is none.
+
+    Nodes can be replaced or added only by nodes that wait, and memory only by a person.
+    """
+    for advice in advices:
+        if advice.action in (AdvisedAction.DROP, AdvisedAction.REMOVE):
+            return advice
+        if advice.action is AdvisedAction.REPLACE and job.spares:
+            return advice
+        added = advice.workers - len(job.nodes)
+        if advice.action is AdvisedAction.ADD and len(job.spares) >= added:
+            return advice
+    return None
+
+
 def dropping_pays(nodes: int, factor: float) -> bool:
     """Whether a synchronous job with a fixed global batch is faster without its slow node.
 

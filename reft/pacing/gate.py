@@ -71,8 +71,8 @@ class HostGate(Gate):
         self._stuck = False
         self._closing = ctypes.c_int(0)
         """Flag shared with the C++ copy loop. While training waits for the chunk in flight, it
-        is not 0 and the loop begins no further chunk. It only shortens the wait; correctness
-        depends on the lock."""
+        is not 0 and the loop begins no further chunk. The flag only shortens the wait;
+        correctness depends on the lock."""
         self._beside = Permit(2, until=self._closing)
         self._communication = Permit(3, until=self._closing)
         self._changed = threading.Event()
@@ -87,8 +87,7 @@ class HostGate(Gate):
         self.alive_at = time.perf_counter()  # Time at which training last called the gate
         self._permits: dict[int, Permit] = {}  # One reused permit for each window
 
-    # -- training thread: the time of these calls is overhead of training
-    # --------------------------
+    # -- training thread: the time of these calls is overhead of training --------------------------
 
     def open(self, window: int | None, nbytes: int, mark: Any) -> None:
         if window is None:
@@ -213,8 +212,8 @@ class HostGate(Gate):
 class _CoreOfTraining:
     """Places the copying thread on the core of the training thread, and removes it again.
 
-    It does nothing if the system does not support affinities, or if the two threads are bound to
-    different cores.
+    This class does nothing if the system does not support affinities, or if the two threads are
+    bound to different cores.
     """
 
     def __init__(self) -> None:
@@ -231,7 +230,8 @@ class _CoreOfTraining:
         it copies."""
         if not self.active and _current_core is not None:
             found = os.sched_getaffinity(0)
-            if self._core is None or found != {self._core}:  # Otherwise :meth:`follow` has set it
+            # If they are equal, :meth:`follow` has set the affinity
+            if self._core is None or found != {self._core}:
                 self._allowed = found
             self._thread = threading.get_native_id()
             self.active = True

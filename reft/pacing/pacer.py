@@ -311,9 +311,9 @@ _BANDWIDTHS = {1: "window", 2: "compute", 3: "communication"}
 class Pacer(VersionFeature):
     """Measures the windows of a running job, plans with HAS, and opens and closes the gate.
 
-    There is one pacer for each engine. The training thread reports the begin and end of
-    instructions (:mod:`reft.engine.attach`). The copying thread passes the gate before every
-    chunk, and makes a new plan after every version.
+    There is one pacer for each engine. The training thread reports when instructions begin and
+    end (:mod:`reft.engine.attach`). The copying thread passes the gate before every chunk, and
+    makes a new plan after every version.
 
     Args:
         has: settings of HAS (hierarchical asynchronous snapshotting).
@@ -544,7 +544,7 @@ class Pacer(VersionFeature):
             self.model.observe_copy(tier, sum(c.nbytes for c in mine), secs)
 
     def _judge(self, step: StepObservation, chunks: Sequence[ChunkRecord]) -> None:
-        """Learn which windows were overrun, and which had time left."""
+        """Learn from a step which windows were overrun by copies, and which had time left."""
         if self.plan is None or step.key != self._plan_key or not chunks:
             return
         ended = chunks[-1].end_secs

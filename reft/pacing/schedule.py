@@ -58,10 +58,10 @@ class WindowKind(StrEnum):
 class Window:
     """An idle interval of one stage within one step."""
 
-    kind: WindowKind  # Reason of the wait
-    # Begin, in seconds since the begin of the stage's first instruction in the step
+    kind: WindowKind  # Why the stage waits
+    # Begin, in seconds after the stage's first instruction of the step has begun
     start_secs: float
-    stop_secs: float  # End, likewise
+    stop_secs: float  # End, in seconds on the same clock
     # Index of the instruction during which the device waits (a receive, a reduction) in the
     # stage's flattened instruction stream of one step. The window opens right before this
     # instruction. The drain opens before the first reduction after the last backward pass.
@@ -105,8 +105,8 @@ class AnalyticEstimator:
     Positions are those of ``deepspeed.runtime.pipe.schedule.TrainSchedule``, where F_j is in step
     2j + p and B_j in step 2j + 2P - 1 - p."""
 
-    stages: int  # P
-    micro_batches: int  # m
+    stages: int  # P, number of pipeline stages
+    micro_batches: int  # m, number of micro-batches in a step
     forward_secs: float  # t_f, forward pass of one micro-batch on one stage
     backward_secs: float  # t_b, backward pass of one micro-batch on one stage
 
@@ -124,7 +124,7 @@ class AnalyticEstimator:
 
     @property
     def step_secs(self) -> float:
-        """(m+P-1)(t_f + t_b), without the reductions and the optimizer."""
+        """Duration of a step, (m+P-1)(t_f + t_b), without the reductions and the optimizer."""
         return (self.micro_batches + self.stages - 1) * (self.forward_secs + self.backward_secs)
 
     def windows(self, stage_id: int) -> tuple[Window, ...]:
@@ -236,7 +236,7 @@ class StepTrace:
     stage_id: int
     begin_secs: float  # Time at which the engine began to execute the schedule
     end_secs: float  # Time at which reft's work at the step boundary ended
-    instructions: tuple[InstructionRecord, ...]  # In order of execution
+    instructions: tuple[InstructionRecord, ...]  # The step's instructions in order of execution
     # Chunks of the version that was copied *during* this step, in order of copying
     chunks: tuple[ChunkRecord, ...]
     fence_secs: float  # Seconds for which training waited for copies before the optimizer step
@@ -268,7 +268,7 @@ class Overflow(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A part of one step in which the device computes, or only the network is busy."""
+    """A part of one step in which the device computes, or in which only the network is busy."""
 
     start_secs: float
     stop_secs: float
@@ -283,9 +283,9 @@ class Interval:
 class Bandwidth:
     """Rates of copies in bytes per second."""
 
-    window: float  # While the device waits
-    compute: float  # During computation, over the time in which copies actually run
-    communication: float = 0.0  # While activations or gradients move over another link
+    window: float  # Rate while the device waits (in a window)
+    compute: float  # Rate during computation, over the time in which copies actually run
+    communication: float = 0.0  # Rate while activations or gradients move over another link
 
     def __post_init__(self) -> None:
         if not (self.window > 0 and self.compute > 0 and self.communication >= 0):
@@ -305,10 +305,10 @@ class HasLimits:
     compute_share: float = 0.0
     # True if training and snapshots use different links, which allows tier 3
     separate_links: bool = False
-    overflow: Overflow = Overflow.STALL  # Handling of bytes that fit no tier
+    overflow: Overflow = Overflow.STALL  # What happens with bytes that fit no tier
     # Allowed overhead as a fraction of the training time; determines the advised interval
     max_overhead: float = 0.03
-    staging_bytes: int = 0  # Device memory that staging may take
+    staging_bytes: int = 0  # Device memory in bytes that staging may take
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,15 +330,15 @@ class PlannedBytes:
 
 @dataclass(frozen=True)
 class HasSchedule:
-    """The plan of one rank for one iteration."""
+    """The plan of one rank's copies in one iteration (step)."""
 
     sections: Mapping[str, int]  # Bytes that this rank copies, by section of the stage image
     # Tier 1: one entry for each usable window, in order of time; the index is the window's
     # number
     windows: tuple[PlannedBytes, ...]
-    computing: tuple[PlannedBytes, ...]  # Tier 2
-    communicating: tuple[PlannedBytes, ...]  # Tier 3
-    step_secs: float  # Duration of an iteration without snapshots
+    computing: tuple[PlannedBytes, ...]  # Tier 2: one entry for each interval of computation
+    communicating: tuple[PlannedBytes, ...]  # Tier 3: one entry for each interval of communication
+    step_secs: float  # Duration of a step without snapshots
     left_over_bytes: int  # Bytes that fit no tier before the optimizer step
     left_over_secs: float  # Seconds for which the optimizer step would wait for these bytes
     # Smallest interval between versions, in steps, that keeps the allowed overhead
@@ -353,7 +353,7 @@ class HasSchedule:
 
     @property
     def tier_bytes(self) -> dict[int, int]:
-        """Bytes by tier; tier 0 holds the left-over bytes."""
+        """Number of bytes by tier; tier 0 is for the left-over bytes."""
         return {
             1: sum(p.nbytes for p in self.windows),
             2: sum(p.nbytes for p in self.computing),

@@ -1,4 +1,4 @@
-"""Sets up the copies of one rank: the copy engine, staging and pacing."""
+"""Creates what one rank needs to copy versions: the copy engine, staging and pacing."""
 
 from __future__ import annotations
 

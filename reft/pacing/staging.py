@@ -1,4 +1,5 @@
-"""Staging of chunks that cannot reach the host before the fence (CheckFreq's GPU mode)."""
+"""Stages chunks on the device that cannot reach the host before the fence, where the next
+optimizer step writes (CheckFreq's GPU mode)."""
 
 from __future__ import annotations
 

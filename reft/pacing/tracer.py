@@ -1,4 +1,4 @@
-"""Traces of the instructions that one rank's pipeline stage executes."""
+"""Collects traces of the instructions that one rank's pipeline stage executes."""
 
 from __future__ import annotations
 

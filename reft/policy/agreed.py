@@ -1,4 +1,5 @@
-"""The intervals at which versions are taken and written to storage, agreed on in every vote."""
+"""Lets the ranks agree, in every vote, on the intervals at which versions are taken and written
+to storage."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ class AgreedRates(VersionFeature):
         return newer if step >= since else older
 
     def handed_over(self, label: VersionId, *, goes_back: bool) -> None:
-        if goes_back:  # The next steps precede ``since``, so the older interval must not apply
+        # The next steps come before ``since``, but the older interval must not apply to them
+        if goes_back:
             self._interval = (0, self._interval[1], self._interval[1])
 
     def neutral_ballot(self) -> tuple[int, ...]:

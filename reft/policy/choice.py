@@ -242,7 +242,7 @@ def check_device(job: JobFacts) -> list[DeviceFindings]:
     assert vendor is not None  # A rank with a device copy engine has a device with a vendor
     node = job.topology.nodes[job.control.rank]
     ranks_here = len(job.topology.local_ranks(node))
-    # The rank is either bound to its own cores, or shares the node's cores equally.
+    # Either the rank is bound to cores of its own, or the ranks share the node's cores equally.
     cores = min(len(os.sched_getaffinity(0)), (os.cpu_count() or 1) // ranks_here)
     local = DeviceFindings(vendor.name, max(0, cores - max(_OWN_THREADS, torch.get_num_threads())))
     local.to_change = vendor.settings_to_change(os.environ, job.topology.degrees.tp)

@@ -43,8 +43,9 @@ class RankSections:
 
     replicated_bytes: int  # State that is equal on all data-parallel peers
     owned_bytes: int = 0  # The rank's ZeRO partition
-    host_bytes: int = 0  # Memory reserved for the encoded host state
-    # Part of the partition that does not change (frozen weights): sent once, later only compared
+    host_bytes: int = 0  # Bytes reserved for the encoded host state
+    # Part of the partition that never changes (frozen weights): it is sent once, and with later
+    # versions only compared
     frozen_owned_bytes: int = 0
 
 
@@ -52,11 +53,11 @@ class RankSections:
 class LinkRates:
     """Rates at which ZeRO partitions are sent or recomputed.
 
-    They are those of the slowest rank, measured at the start, or assumed in a plan.
+    The rates are those of the slowest rank, measured at the start, or assumed in a plan.
     """
 
-    copy_bytes_per_sec: float  # From the device to its host
-    peer_bytes_per_sec: float  # From a host to the hosts of its ring peers
+    copy_bytes_per_sec: float  # Copies from the device to its host
+    peer_bytes_per_sec: float  # Messages from a host to the hosts of its ring peers
     adam_parameters_per_sec: float  # Parameters that one core of a host updates in a second
     free_cores: int  # Number of a rank's cores that training does not use
 
@@ -136,8 +137,8 @@ def group_loads(
         next_ones = [ring[(at + i) % size] for i in range(1, peers + 1)]
         sends_partition = not (recomputed and exact)
         unsent = own.frozen_owned_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
-        # Under AOR, a version also holds the peers' partitions, and their gradients in single
-        # precision.
+        # Under AOR, a member's version also holds its peers' partitions, and the gradients of
+        # these partitions in single precision.
         parameters = [
             -(-sections[m].owned_bytes // OPTIMIZER_BYTES) for m in next_ones if recomputed
         ]

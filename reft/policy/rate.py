@@ -667,7 +667,7 @@ class IntervalController:
         progress.
         """
         plain, gap = self._pairs.plain_secs(), _FIRST_GAP
-        if plain is None and self._recent:  # All of these steps had a version in progress
+        if plain is None and self._recent:  # All recent steps had a version in progress
             plain = median(self._recent)
         if plain and self._arrival_secs:
             gap = min(_WIDEST_GAP, 2 + ceil(self._usual_arrival_secs() / plain))

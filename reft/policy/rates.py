@@ -209,7 +209,7 @@ class IntervalRates:
             )
 
     def step(self, step: int, secs: float) -> None:
-        """Record that a step has ended, ``secs`` after the previous one. For the training
+        """Record that a step has ended, ``secs`` after the previous one. Called by the training
         thread."""
         for rate in (self.memory, self.storage):
             if rate is not None:

@@ -64,7 +64,7 @@ _ROOM_AFTER_RISE = 1.5
 class MemoryGuard:
     """Proposes one rank's level of the ladder from the free memory of its node.
 
-    It proposes the next level down (cheaper) as soon as less than the margin is free. It
+    The guard proposes the next level down (cheaper) as soon as less than the margin is free. It
     proposes the next level up when, for ``calm_secs``, that level would have left 1.5 times the
     margin free. This time doubles whenever a move up had to be reversed.
     """
@@ -116,7 +116,7 @@ class MemoryBudget:
     """Memory of one rank under a layout, in bytes."""
 
     needed: int  # Size of all arenas of the rank under the layout
-    held: int  # Size of the rank's present arenas
+    held: int  # Size of the arenas that the rank has now
     free: int  # Free memory of the rank's node
     limit: int  # Limit on the size of this rank's arenas; negative for no limit
     margin: int  # Memory of the node that must stay free if the rank's arenas grow
@@ -263,9 +263,9 @@ class RetentionConfig:
     """Settings for the versions that are kept."""
 
     versions: int = 2  # Number of versions that each rank keeps if there is enough memory
-    margin_bytes: int = 0  # Memory of a node that versions must leave free
-    look_secs: float = 1.0  # Interval between two checks of the node's memory
-    calm_secs: float = CALM_SECS  # Time for which enough memory must be free before a move up
+    margin_bytes: int = 0  # Bytes of a node's memory that versions must leave free
+    look_secs: float = 1.0  # Seconds between two checks of the node's memory
+    calm_secs: float = CALM_SECS  # Seconds for which enough memory must be free before a move up
 
 
 class SchemeSwitch(SchemePolicy):
@@ -369,7 +369,7 @@ class SchemeSwitch(SchemePolicy):
                     now,
                 )
             except OSError as error:
-                # Not fatal: whether a version can be taken depends only on its arenas.
+                # Only log this, since taking versions depends only on their arenas.
                 if not self._look_failed:
                     logger.warning("the node's memory use cannot be read: %s", error)
                 self._look_failed = True

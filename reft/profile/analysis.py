@@ -124,7 +124,7 @@ def _measure_bandwidth(ranks: Sequence[RankTraces]) -> tuple[float | None, str]:
 
 
 def _cut(rank: RankTraces, ready: Ready) -> Iterator[RankStep]:
-    """Cut the steps of a rank into segments."""
+    """Yield the steps of a rank, cut into segments (parts with one activity)."""
     following = [*rank.traces[1:], None]
     for number, (trace, after) in enumerate(zip(rank.traces, following, strict=True)):
         end_secs = trace.end_secs
@@ -146,7 +146,8 @@ def _cut(rank: RankTraces, ready: Ready) -> Iterator[RankStep]:
 
 
 def _segments(trace: StepTrace, waits: Sequence[float | None]) -> Iterator[Segment]:
-    """Cut the instructions of a step where their waits end; empty segments are left out."""
+    """Yield the segments of a step: every instruction is cut where its wait ends. Empty segments
+    are left out."""
     for index, (record, ready) in enumerate(zip(trace.instructions, waits, strict=True)):
         activity = activity_of(record.name)
         is_optimizer = activity is Activity.OPTIMIZER
@@ -186,7 +187,8 @@ def _is_usable(name: str) -> bool:
 def _windows(
     stream: Sequence[InstructionRecord], steps: Sequence[RankStep], bandwidth: float | None
 ) -> Iterator[MeasuredWindow]:
-    """Find idle intervals that recur in every step, in the order of the stage's instructions."""
+    """Yield the idle intervals that recur in every step, in the order of the stage's
+    instructions."""
     # A schedule may have computing instructions with other names; recognize them by their
     # activity.
     names = [_COMPUTING.get(activity_of(record.name), record.name) for record in stream]

@@ -31,9 +31,9 @@ _ROUNDS = 20  # Number of exchanges with each host
 _ANCHORS = 5
 
 Span = tuple[float, float]  # Begin and end of a call by ``time.perf_counter``
-Mark = Any  # Result of DeviceClock.mark
-# Marks at the begin and end of each instruction of a step; empty if the trace already holds the
-# host's times
+Mark = Any  # What DeviceClock.mark returns
+# Marks before and after each instruction of a step; empty if the trace already holds the host's
+# times
 Marks = Sequence[tuple[Mark, Mark]]
 
 

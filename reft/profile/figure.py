@@ -49,7 +49,7 @@ _TIERS = {
 
 # (Offset, height) of the bars and of the chunks within a row
 _BAR, _CHUNKS = (-0.34, 0.46), (0.19, 0.15)
-_FADED = 0.3  # Opacity of the steps before and after
+_FADED = 0.3  # Opacity of the steps before and after the drawn one
 
 
 def draw(result: ProfileResult, path: Path, step: int | None = None) -> None:
@@ -58,7 +58,7 @@ def draw(result: ProfileResult, path: Path, step: int | None = None) -> None:
     Args:
         result: the profile.
         path: file to write; its suffix selects the format (png, svg, pdf).
-        step: global step; None: the step whose length is nearest to the median.
+        step: global step to draw; None for the step whose length is nearest to the median.
 
     Raises:
         ConfigError: the step was not profiled, matplotlib is missing, or the file cannot be

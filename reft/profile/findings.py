@@ -1,4 +1,4 @@
-"""Interprets the numbers of a profile, in sentences."""
+"""Interprets the numbers of a profile in sentences for the user."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class Profiler:
             host's times.
         job_id: name of the job.
         at: coordinate of this rank.
-        degrees: degrees of the job.
+        degrees: parallel degrees of the job.
         control: control group of the ranks.
         snapshot_bytes: returns the number of bytes that this rank copies for a version.
 

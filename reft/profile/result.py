@@ -114,8 +114,8 @@ class Segment(NamedTuple):
 class RankStep(StepTrace):
     """A trace of a rank's step that holds segments instead of instructions."""
 
-    # Seconds from the begin of this step to that of the next one, or to the end of this step if
-    # the next one is unknown
+    # Seconds from the beginning of this step to that of the next one, or to the end of this step
+    # if the next one is unknown
     step_secs: float
     segments: tuple[Segment, ...]
 
@@ -131,7 +131,8 @@ class RankStep(StepTrace):
 
 @dataclass(frozen=True, slots=True)
 class MeasuredWindow:
-    """An idle interval that recurs in every step, with the medians of its begin and its length."""
+    """An idle interval that recurs in every step, with the medians of the time at which it
+    begins and of its length."""
 
     kind: WindowKind
     start_secs: float
@@ -155,8 +156,8 @@ class StageProfile:
     usable_secs: Percentiles  # Idle time outside of the optimizer step, which copies can use
     snapshot_bytes: int  # Bytes that one rank copies from its device per version; 0 if unknown
     windows: tuple[MeasuredWindow, ...]  # Windows in the order of the instructions
-    # Means per rank and step: bytes copied by tier (0: at the fence), and seconds of copying by the
-    # device's simultaneous activity.
+    # Means per rank and step: bytes copied by tier (0: while training waited at the fence), and
+    # seconds of copying by what the device did at the same time.
     copied: dict[int, float]
     copying_secs: dict[Overlap, float]
 
@@ -188,7 +189,7 @@ class ProfileResult:
     """A profile, by stage and by step."""
 
     job_id: str
-    degrees: tuple[int, int, int]  # pp, dp, tp
+    degrees: tuple[int, int, int]  # Parallel degrees (pp, dp, tp)
     steps: tuple[int, ...]
     step_secs: Percentiles
     bandwidth_bytes_per_sec: float | None  # Copies of one rank into host memory; None if unknown
@@ -230,7 +231,7 @@ class ProfileResult:
         profiled.
 
         Args:
-            step: global step; None: the step whose length is nearest to the median.
+            step: global step to return; None for the step whose length is nearest to the median.
         """
 
         def unlike(step: int) -> float:

@@ -14,7 +14,7 @@ from reft.profile.result import (
     RankStep,
 )
 
-_STEPS, _INSTRUCTIONS, _SNAPSHOTS = range(3)  # Tracks of a rank
+_STEPS, _INSTRUCTIONS, _SNAPSHOTS = range(3)  # Numbers of a rank's tracks
 
 
 def write_trace(result: ProfileResult, path: Path) -> None:

@@ -1,7 +1,7 @@
 """Separates waiting from working in the calls in which ranks communicate.
 
 A receive waits until its peer sends; then data moves. One rank alone can measure only the sum of
-both times. They are separated in two ways:
+both times. The wait is separated from the transfer in two ways:
 
 **The partner's record.** Sends and receives between two ranks match in order (first in, first
 out for each direction; if both name a micro-batch, it must be equal). With aligned clocks, the
@@ -46,7 +46,7 @@ _MIN_SLOPE = 0.5
 _RESOLUTION_SECS = 1e-7
 
 CallAt = tuple[int, int, int]  # Rank, index of the step, index of the instruction in the trace
-Ready = dict[CallAt, float]  # Time at which all participants of a call were present
+Ready = dict[CallAt, float]  # For each call, the time at which all participants had begun it
 
 
 class _Meeting(NamedTuple):
@@ -261,8 +261,8 @@ def _meets(group: Sequence[RankTraces], name: str) -> bool:
     """Return whether the ranks wait for each other in the calls with this name, judged by their
     times.
 
-    They do if no rank ends before the last one has begun, and a rank that begins x seconds
-    earlier takes about x seconds longer.
+    The ranks wait for each other if no rank ends before the last one has begun, and a rank that
+    begins x seconds earlier takes about x seconds longer.
     """
     steps = [c for c in _calls_by_step(group, name) if len(c) == len(group)]
     if len(group) < 2 or len(steps) < _MIN_STEPS:

@@ -144,7 +144,7 @@ def _tried_cupy(like: Buffer) -> Backend | None:
         if all(bool((a == b).all()) for a, b in zip(*made, strict=True)):
             return fused
         cause = "its kernel makes other bytes than torch"
-    except Exception as error:  # A broken library may raise anything, even at its import
+    except Exception as error:  # A broken library may raise any error, even when it is imported
         if isinstance(error, ConfigError) and find_spec("cupy") is None:
             return None
         cause = f"{type(error).__name__}: {error}"
@@ -483,7 +483,7 @@ class CupyBackend(Backend):
             items, numbers = find_launch_shape(rows, width, nbytes)
             device = targets[0].device.index
             grid = min(items, processors(device) * _BLOCKS_PER_PROCESSOR)
-            arguments = tuple(map(np.uintp, (*numbers, *addresses)))  # All have 64 bits
+            arguments = tuple(map(np.uintp, (*numbers, *addresses)))  # All arguments have 64 bits
             _compiled(rows, width, device)((grid,), (THREADS,), arguments)
 
 
@@ -494,7 +494,8 @@ def _compiled(rows: tuple[Row, ...], width: int, device: int) -> Any:
 
 Bytes = npt.NDArray[np.uint8]
 
-# The target's chunk stays in the second-level cache while the sources are read
+# Size of a chunk, such that the target's chunk stays in the second-level cache while the sources
+# are read
 CHUNK_BYTES = 512 * 2**10
 
 
@@ -523,8 +524,8 @@ class NumpyBackend(ChunkedBackend):
 _DTYPES = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 _HOST_CHUNK_BYTES = 512 * 2**10
 _DEVICE_CHUNK_BYTES = 4 * 2**20
-"""Smaller than the second-level cache of every supported device, and large enough to hide the
-latency of a launch."""
+"""Size of a chunk on a device: smaller than the second-level cache of every supported device,
+and large enough to hide the latency of kernel launches."""
 
 
 class TorchBackend(ChunkedBackend):

@@ -40,7 +40,8 @@ from reft.errors import ArenaError, ConfigError, UnrecoverableError
 from reft.grid import BlockKey, Section, aligned
 from reft.protect.rs import GRAIN_BYTES, Matrix, multiply, parity_rows, rank, reduce_rows
 
-FIELD_SIZE = 256  # Elements of GF(2^8); limits the members of a stripe with several parities
+# Number of elements of GF(2^8), which limits the size of a stripe with several parities
+FIELD_SIZE = 256
 
 _PART = re.compile(r"(?:(arc)(?::([1-9]\d?))?|(aec)|(rs):([1-9]\d?))")
 
@@ -90,7 +91,7 @@ class Scheme:
 
     @property
     def least_members(self) -> int:
-        """Smallest group in which the scheme is possible."""
+        """Number of members of the smallest group in which the scheme is possible."""
         return max(self.gap, self.copies) + 1 if self.parities or self.copies else 1
 
     def why_no_room(self, size: int) -> str | None:
@@ -182,7 +183,8 @@ class Code:
 
     @cached_property
     def holders(self) -> tuple[tuple[int, ...], ...]:
-        """For every sub-block, the pieces that are equal to it, the owner's first."""
+        """For every sub-block, the indices of the pieces that are equal to it, the owner's
+        first."""
         found: list[list[int]] = [[] for _ in range(self.sub_blocks)]
         for piece in self.pieces:
             if piece.is_data:
@@ -193,7 +195,7 @@ class Code:
 
     @cached_property
     def links(self) -> tuple[tuple[int, ...], ...]:
-        """For every sub-block, the parities that contain it."""
+        """For every sub-block, the indices of the parity pieces that contain it."""
         found: list[list[int]] = [[] for _ in range(self.sub_blocks)]
         for piece in self.pieces:
             if not piece.is_data:
@@ -322,7 +324,7 @@ _MOST_NAMED = 8
 
 @dataclass(frozen=True)
 class LinearSystem:
-    """Unknown sub-blocks and the parities that link them."""
+    """A system of linear equations: unknown sub-blocks, and the parities that contain them."""
 
     unknown: tuple[int, ...]  # Sub-blocks to solve for; the columns of ``matrix``
     # Indices of parity pieces; the rows of ``matrix``. Plain-XOR parities come first, so that
@@ -503,8 +505,9 @@ class CodedBlock:
     """A block of a stored piece."""
 
     key: BlockKey  # Identity; a parity block belongs to the member that computes and stores it
-    start_bytes: int  # Offset in the replicated image, or in the member's parity image
-    nbytes: int  # Length; for a parity with padding, a multiple of 128
+    # Offset in bytes in the replicated image or, for a parity, in the member's parity image
+    start_bytes: int
+    nbytes: int  # Length in bytes; for a parity with padding, a multiple of 128
     # For a parity, the replicated blocks that it sums up, with their coefficients; shorter
     # blocks count as zero-padded.
     terms: tuple[tuple[BlockKey, int], ...] = ()
@@ -512,11 +515,12 @@ class CodedBlock:
 
 @dataclass(frozen=True)
 class BlockCode:
-    """The blocks of one sharding group's replicated section under a code."""
+    """A code applied to blocks: which blocks of the replicated section and of parities a
+    sharding group stores."""
 
-    code: Code  # The layout
-    nbytes: int  # Size of the section without padding
-    block_bytes: int  # Largest size of a block, a multiple of 128
+    code: Code  # Pieces and their placement
+    nbytes: int  # Size of the section in bytes, without padding
+    block_bytes: int  # Largest size of a block in bytes, a multiple of 128
 
     @cached_property
     def sub_block_bytes(self) -> int:

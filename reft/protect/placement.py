@@ -6,9 +6,9 @@
 - ``peer`` (Gemini): state that only one member owns (its ZeRO partition, its host state) is sent to
   its k ring predecessors.
 
-Both place a member's bytes on the same holders, so one map serves for both. Under an erasure
-code, parities replace the copies of replicated state. State that only one member owns is still
-copied, to as many peers as the number of losses that the code survives.
+Both methods place a member's bytes on the same holders, so one map serves for both. Under an
+erasure code, parities replace the copies of replicated state. State that only one member owns is
+still copied, to as many peers as the number of losses that the code survives.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class GroupPlacement:
 
     # Members in ring order; copies of a member's bytes are on its predecessors
     ring: tuple[int, ...]
-    copies: int  # Redundant copies of every shard (k)
+    copies: int  # Number k of redundant copies of every shard
     parities: int = 0  # Parities of every stripe of the replicated section; 0 for no erasure code
 
     @property
@@ -48,13 +48,13 @@ class GroupPlacement:
         return make_code(self.scheme, self.ring)
 
     def kept_by(self, member: int) -> tuple[int, ...]:
-        """Return members whose own bytes ``member`` keeps: itself first, then its ring
+        """Return the members whose bytes ``member`` stores: itself first, then its ring
         successors."""
         at = self.ring.index(member)
         return tuple(self.ring[(at + i) % self.size] for i in range(self._span))
 
     def holders_of(self, member: int) -> tuple[int, ...]:
-        """Return members that keep the own bytes of ``member``: itself first, then its ring
+        """Return the members that store the bytes of ``member``: itself first, then its ring
         predecessors.
         """
         at = self.ring.index(member)

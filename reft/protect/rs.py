@@ -40,7 +40,7 @@ import numpy.typing as npt
 from reft.errors import ConfigError
 
 POLYNOMIAL = 0x11D
-ORDER = 255  # Order of the multiplicative group
+ORDER = 255  # Number of elements in the field's multiplicative group
 
 Matrix = npt.NDArray[np.uint8]
 Row = tuple[int, ...]
@@ -216,9 +216,9 @@ class PacketStep:
     """Sets adjacent packets of one buffer to the XOR of two packet ranges, or to a copy of one
     range."""
 
-    target: Operand  # First packet written
+    target: Operand  # First packet that is written
     count: int  # Number of adjacent packets
-    left: Operand  # First packet read; may be ``target``
+    left: Operand  # First packet of the first operand; may be ``target``
     right: Operand | None  # First packet of the second operand; None for a copy
 
 

@@ -22,7 +22,7 @@ from reft.relayout.element_map import (
     RankLayout,
     tensor_name,
 )
-from reft.state.adapters import StateAdapter
+from reft.state.adapters import IDLE, StateAdapter, ZeroAdapter
 from reft.state.blob import capture_rng
 
 LiveTensors = Mapping[str, torch.Tensor]
@@ -62,6 +62,10 @@ class LayoutChange:
         state["engine"]["micro_steps"] = state["engine"]["global_steps"] * self._micro_batches
         if is_new:
             state["rng"] = capture_rng()
+        # Another rank has the gradients that DeepSpeed kept over steps. A step that needs them
+        # warns that the version lacks them.
+        if isinstance(self.adapter, ZeroAdapter):
+            state["adapter"][IDLE] = []
         data = move_data(state.get("data") or {}, resize)
         if self.data_is_bound:
             data[LEFT] = f"{self.data_is_bound}, and the job goes from {resize}"

@@ -36,10 +36,11 @@ from reft.relayout.layouts import (
     describe,
     live_tensors,
 )
-from reft.state.adapters import Partitions
+from reft.state.adapters import IDLE, Partitions
 from reft.state.blob import capture_rng
 from reft.state.catalogue import Manifest
 from reft.state.codec import decode, encode
+from reft.state.idle import GRADIENT, MASTER_GRADIENT
 from reft.storage.load import host_file, read_degrees
 
 logger = logging.getLogger(__name__)
@@ -130,9 +131,14 @@ class Relayout:
         adapter, at = self._change.adapter, self._at
         resize = Resize(self._was.dp, self._topology.degrees.dp)
         blob = source.blob(replace(at, dp=resize.host_from(at.dp)))
-        state = blob.state["adapter"]
-        old = describe_images(blob.manifest, adapter.partitioned(state), resize.old)
-        images = adapter.prepare_resized(blob.manifest, state)
+        self._change.convert(blob.state, resize, is_new=resize.is_new(at.dp))
+        state, manifest = blob.state["adapter"], blob.manifest
+        if not state.get(IDLE):  # then kept gradients stay with the old ranks
+            gradients = (GRADIENT, MASTER_GRADIENT)
+            owned = tuple(s for s in manifest.owned if not s.name.startswith(gradients))
+            manifest = Manifest(manifest.replicated, owned)
+        old = describe_images(manifest, adapter.partitioned(state), resize.old)
+        images = adapter.prepare_resized(manifest, state)
         new = describe_images(Manifest.of(images), adapter.partitioned(state), resize.new)
         tensors = {
             spec.name: image.live(start, start + spec.nbytes)[0].view(spec.torch_dtype)
@@ -142,7 +148,6 @@ class Relayout:
         }
         source.locate(plan_replica(old, new, resize, at), tensors)
         self._pad(new, tensors)
-        self._change.convert(blob.state, resize, is_new=resize.is_new(at.dp))
         return blob.state
 
     def _read(self) -> tuple[RankLayout, dict[str, Any]]:

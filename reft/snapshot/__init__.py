@@ -1,1 +1,1 @@
-"""Taking a snapshot: shard plan, copy engine, worker."""
+"""Takes snapshots (versions): shard plan, copy engine, arenas, worker."""

@@ -1,9 +1,10 @@
-"""The arenas of one rank, the version that is being written to one of them, and its exchange with
-ring peers.
+"""The arenas of one rank (files in shared memory, one for each slot), the version that is being
+written into one of them, and the exchange of the version's bytes with ring peers.
 
 :class:`ArenaSet` owns the files and chooses the slot of the next version. :class:`ArenaWriter`
-collects the bytes and checksums of that version. :class:`RingExchange` sends this rank's bytes to
-the members that store them, and receives the bytes that this rank stores for others.
+writes the bytes of that version and collects their checksums. :class:`RingExchange` sends this
+rank's bytes to the members that store them, and receives the bytes that this rank stores for
+others.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class ArenaWriter:
-    """An arena in state WRITING, and the lengths and checksums of its blocks so far."""
+    """An arena in state WRITING, with the lengths and checksums of the blocks that are complete
+    so far."""
 
     slot: int
     arena: Arena
@@ -54,14 +56,16 @@ class ArenaWriter:
     _data: torch.Tensor
     traffic: Traffic = field(default_factory=Traffic)
     checksums: dict[PlacedBlock, int] = field(default_factory=dict)
-    # Ranges of blocks that come from a device, with the dtype of each, to be hashed on arrival
+    # For blocks that are copied from a device: the ranges to hash when the bytes have arrived,
+    # with masks to find NaN and infinity
     scanned: dict[PlacedBlock, Ranges] = field(default_factory=dict)
     # Blocks that contain a NaN or an infinity
     not_finite: set[PlacedBlock] = field(default_factory=set)
-    # Checksums of blocks whose bytes are in the arena from the version before in this slot, and are
-    # expected to be those of this version, too. An entry is deleted before its block is written.
+    # Checksums of blocks whose bytes the arena still holds from the version that was in this slot
+    # before, and that are expected to be the same in this version. An entry is deleted before its
+    # block is written.
     held: dict[PlacedBlock, int] = field(default_factory=dict)
-    # Hashing of blocks that arrive from a device, on other threads
+    # Pending calls that hash blocks from a device, on other threads
     hashing: list[Future[None]] = field(default_factory=list)
     _lengths: dict[PlacedBlock, int] = field(default_factory=dict)
     _expected: dict[PlacedBlock, int] = field(default_factory=dict)
@@ -72,7 +76,8 @@ class ArenaWriter:
         return self.layout.mine.local
 
     def peer_blocks(self, member: int) -> list[PlacedBlock]:
-        """Return blocks that only ``member`` can provide: owned, then host, in plan order."""
+        """Return the blocks that only ``member`` can provide: owned blocks, then host blocks, in
+        plan order."""
         plan = self.layout.plan.members[self.layout.member]
         source = plan.own if member == self.layout.member else plan.redundant
         return [
@@ -87,8 +92,8 @@ class ArenaWriter:
         return self._data[placed.arena_offset : placed.arena_offset + self.length(placed)]
 
     def write_host(self, placed: PlacedBlock, blob: bytes | bytearray) -> None:
-        """Write the host block. Waits for tensors in it that are still being copied from a
-        device."""
+        """Write the host block (the encoded host state). Waits for tensors in the block that are
+        still being copied from a device."""
         if isinstance(blob, LateBlob):
             blob.settle()
         self._lengths[placed] = len(blob)
@@ -111,7 +116,8 @@ class ArenaWriter:
             self.not_finite.add(placed)
 
     def hash_rest(self) -> None:
-        """Checksum every local block that has none yet. Waits for other threads' blocks first."""
+        """Compute the checksum of every local block that has none yet, after waiting for the
+        blocks that other threads hash."""
         for future in self.hashing:
             future.result()
         for placed in self.local_blocks:
@@ -120,7 +126,7 @@ class ArenaWriter:
         own = self.layout.mine.own
         for placed in (b for b in own if b.key.section is Section.CHECKSUMS):
             # Checksums of this member's own shard. A peer that decodes the shard from parity
-            # compares the result with them (P5).
+            # compares the result with these checksums (P5).
             data = pack_checksums(
                 self.checksums[b] for b in own if b.key.section is Section.REPLICATED
             )
@@ -131,11 +137,12 @@ class ArenaWriter:
     # -- exchange with ring peers ------------------------------------------------------------------
 
     def own_facts(self) -> torch.Tensor:
-        """Return the length and checksums, which ring peers receive before the bytes.
+        """Return the *facts* that ring peers receive before the bytes: the length of the host
+        state, and checksums.
 
         Returns:
-            1-D int64: the length of the host blob in bytes, then one checksum for each block that
-            is sent. The checksum is 0 if hashing failed; such a version is not sealed.
+            1-D int64: the length of the host blob in bytes, then one checksum for each block
+            that is sent. A checksum is 0 if hashing failed; such a version is not sealed.
         """
         blocks = self.peer_blocks(self.layout.member)
         host = next(b for b in blocks if b.key.section is Section.HOST)
@@ -147,7 +154,7 @@ class ArenaWriter:
 
         Args:
             member: position in the sharding group.
-            facts: its :meth:`own_facts`, 1-D int64.
+            facts: what :meth:`own_facts` returned on that member, 1-D int64.
 
         Raises:
             TransferError: the announced length does not fit the reserved block.
@@ -166,10 +173,10 @@ class ArenaWriter:
                 self.checksums[placed] = expected
 
     def wanted(self, member: int) -> list[PlacedBlock]:
-        """Return blocks that ``member`` has to send, in plan order.
+        """Return the blocks that ``member`` has to send to this rank, in plan order.
 
-        Blocks of its partition that are here with the same checksum are left out: they were
-        recomputed, or have not changed since the version before in this slot.
+        Blocks of the member's partition that this rank has with the same checksum are left out:
+        they were recomputed, or have not changed since the version that was in this slot before.
         """
 
         def is_there(placed: PlacedBlock) -> bool:
@@ -183,19 +190,19 @@ class ArenaWriter:
         return [t for b in blocks if (t := self.tensor(b)).numel()]
 
     def partition(self, member: int) -> torch.Tensor:
-        """Return the bytes of the ZeRO partition of ``member``, its own or kept for a peer: 1-D
-        uint8.
+        """Return the bytes of the ZeRO partition of ``member`` (this rank, or a peer for which
+        this rank keeps it), 1-D uint8.
         """
         blocks = [b for b in self.layout.mine.blocks if b.key.section is Section.OWNED]
         return self._together([b for b in blocks if b.key.member == member])
 
     def gradients(self, member: int) -> torch.Tensor:
-        """Return the bytes of the gradients of the partition of ``member``, 1-D uint8."""
+        """Return the bytes of the gradients for the partition of ``member``, 1-D uint8."""
         return self._together([b for b in self.layout.mine.gradients if b.key.member == member])
 
     def _together(self, blocks: Sequence[PlacedBlock]) -> torch.Tensor:
-        """Return one view of consecutive blocks. There are no gaps: blocks are cut at multiples of
-        the alignment.
+        """Return one view that covers consecutive blocks. There are no gaps between them,
+        because blocks are cut at multiples of the alignment.
         """
         if not blocks:
             return self._data[:0]
@@ -204,7 +211,7 @@ class ArenaWriter:
         ]
 
     def hash_partition(self, member: int) -> None:
-        """Checksum the blocks of a peer's partition that was recomputed here."""
+        """Compute the checksums of a peer's partition that this rank has recomputed."""
         for placed in self.peer_blocks(member):
             if placed.key.section is Section.OWNED:
                 self.hash(placed)
@@ -213,7 +220,7 @@ class ArenaWriter:
         """Compare received blocks with their owners' checksums (P5).
 
         Returns:
-            Bytes received.
+            The number of bytes received.
 
         Raises:
             ArenaError: a block differs, so the version must not be committed.
@@ -227,7 +234,7 @@ class ArenaWriter:
         return sum(map(self.length, blocks))
 
     def seal(self) -> None:
-        """Write the block table with checksums and true lengths, and record the arena SEALED."""
+        """Write the block table with checksums and true lengths, and record the arena as SEALED."""
         blocks = self.layout.mine.blocks
         table = self.layout.table.copy()
         table["checksum"] = [self.checksums[b] for b in blocks]
@@ -241,7 +248,7 @@ class ArenaWriter:
 
 
 class RingExchange:
-    """Exchanges the bytes of a version with ring peers in the sharding group."""
+    """Exchanges the bytes of a version with the ring peers in the sharding group."""
 
     def __init__(self, control: WorkerControl, topology: Topology) -> None:
         self._control = control
@@ -249,16 +256,17 @@ class RingExchange:
 
     @property
     def _members(self) -> tuple[int, ...]:
-        """Ranks of the sharding group."""
+        """Return the ranks of this rank's sharding group."""
         at = self._topology.coordinates[self._control.rank]
         return self._topology.group(at.pp, at.tp)
 
     def facts(self, writer: ArenaWriter) -> None:
-        """Send lengths and checksums to ring predecessors and receive those of the successors.
-        Collective in the group.
+        """Send this rank's lengths and checksums to its ring predecessors, and receive those of
+        its successors. Collective in the group.
 
         Raises:
-            TransferError: a peer is gone, or announced a length that does not fit.
+            TransferError: the connection to a peer is lost, or a peer announced a length that
+                does not fit.
         """
         holders, kept = self._peers(writer)
         facts = writer.own_facts()
@@ -273,11 +281,12 @@ class RingExchange:
             writer.expect(member, peer_facts)
 
     def blocks(self, writer: ArenaWriter) -> list[PlacedBlock]:
-        """Send the blocks that the predecessors lack and receive those that this rank lacks.
-        Collective in the group.
+        """Send to the ring predecessors the blocks of this rank that they lack, and receive from
+        the successors those that this rank lacks. Collective in the group.
 
         Returns:
-            The received blocks, not yet compared: see :meth:`ArenaWriter.check_received`.
+            The received blocks, which :meth:`ArenaWriter.check_received` has yet to compare with
+            their checksums.
 
         Raises:
             TransferError: a peer is gone.
@@ -288,8 +297,8 @@ class RingExchange:
         lacking = {m: writer.wanted(m) for m in kept}
         asked = dict.fromkeys(holders, mine)
         if any(writer.layout.plan.sizes.owned_bytes):
-            # Each receiver may have some blocks: it first sends one byte for each block of the
-            # owner, 1 if it lacks the block.
+            # A receiver may have some blocks already. So it first sends the owner a mask with one
+            # byte for each block, 1 if the receiver lacks the block.
             masks = {}
             for member, blocks in lacking.items():
                 lacks = {*blocks}
@@ -312,14 +321,14 @@ class RingExchange:
         return [*chain.from_iterable(lacking.values())]
 
     def confirm(self, writer: ArenaWriter, *, is_true: bool) -> tuple[int, ...]:
-        """Confirm or refuse this rank's bytes to the members that store them. Collective in the
-        group.
+        """Tell the members that store this rank's bytes whether the bytes are valid. Collective
+        in the group.
 
         Args:
-            is_true: the bytes are the state of the version's step.
+            is_true: True if the bytes are the state of the version's step.
 
         Returns:
-            Members whose bytes this rank stores and that have refused them.
+            The members whose bytes this rank stores and that have declared them invalid.
 
         Raises:
             TransferError: a peer is gone.
@@ -337,11 +346,11 @@ class RingExchange:
         count_sent(writer, self._topology, self._control.rank, rank, sent)
 
     def _peers(self, writer: ArenaWriter) -> tuple[dict[int, int], dict[int, int]]:
-        """Ring peers.
+        """Return the ring peers of this rank.
 
         Returns:
-            Members that store this rank's bytes, and members whose bytes this rank stores; each
-            as a map from member to rank.
+            The members that store this rank's bytes, and the members whose bytes this rank
+            stores, each as a map from member (dp index) to rank.
         """
         ranks, placement, me = self._members, writer.layout.plan.placement, writer.layout.member
         return (
@@ -353,7 +362,7 @@ class RingExchange:
 def count_sent(
     writer: ArenaWriter, topology: Topology, rank: int, to_rank: int, sent: Counter[ByteKind]
 ) -> None:
-    """Count the bytes sent for a version if the receiver is on another node."""
+    """Add ``sent`` to the version's network traffic if the receiver is on another node."""
     if topology.nodes[to_rank] != topology.nodes[rank]:
         writer.traffic.sent.update(sent)
 
@@ -368,14 +377,16 @@ class ArenaSet:
 
     Args:
         files: the files of this rank's slots.
-        job_id: written into every header.
+        job_id: id of the job, which is written into every header.
         topology: nodes and coordinates of all ranks.
         rank: the rank that owns the arenas.
-        frozen: slots that hold the version being recovered; not written until a newer one is
-            committed globally (P3).
-        limit_bytes: most bytes for all arenas of this rank; None: as much as is free.
-        engine: copies into the arenas; each arena is registered with it once.
-        remake: creates the job directory again if it was removed.
+        frozen: slots that hold the version being recovered, by number. They are not written
+            until a newer version is committed globally (P3).
+        limit_bytes: limit on the total size of this rank's arenas; None for no limit but free
+            memory.
+        engine: copy engine that copies into the arenas; each arena is registered with the engine
+            once.
+        remake: function that creates the job's directory again if it was removed.
     """
 
     def __init__(
@@ -395,39 +406,41 @@ class ArenaSet:
         self._engine = engine
         self._remake = remake
         self.pin_secs = _PIN_SECS
-        """Most seconds that a required version waits for readers; other versions do not wait."""
+        """Longest time in seconds that a required version waits for readers of a slot; other
+        versions do not wait."""
         self.limit_bytes = limit_bytes
         self._leftovers_removed = False
         self._arenas: dict[int, Arena] = {}
         self.slots = Slots.make(files.count, self._with_room(frozen))
-        """State of each slot; the snapshot worker replaces it after every event."""
+        """State of each slot. The snapshot worker replaces this value after every event."""
         self._wanted = files.count
         self._unused: frozenset[int] = frozenset()
         self._contents = WeakKeyDictionary[Arena, tuple[GroupLayout, Mapping[PlacedBlock, int]]]()
-        """Layout, and checksums of blocks that an arena holds, unless a version is being written to
-        it."""
+        """For each arena into which no version is being written, its layout and the checksums of
+        the blocks that it holds."""
         self._newest: Mapping[PlacedBlock, int] = {}
         """Checksums of all blocks of the newest committed version."""
-        self._random = random.Random()  # not torch's or Python's own, which training uses
+        self._random = random.Random()  # Not the generators of torch or Python, which training uses
         self._refusals = Backoff(1, _MAX_BACKOFF_VERSIONS)
         self._skip_versions = 0
-        # Memory has to be reserved after the next commit, which may take seconds
+        # Whether memory has to be reserved after the next commit, which may take seconds
         self.needs_reserving = False
 
     def begin(
         self, label: VersionId, layout: GroupLayout, *, wait: bool, taken: Callable[[int], None]
     ) -> ArenaWriter:
-        """Choose a slot and bring it into state WRITING.
+        """Choose a slot, and bring its arena into state WRITING.
 
         Args:
             label: the version to be written.
-            layout: its layout.
-            wait: wait up to :attr:`pin_secs` for readers of a slot.
-            taken: called with the slot before its content is overwritten.
+            layout: layout of the version.
+            wait: True to wait up to :attr:`pin_secs` seconds for readers of a slot.
+            taken: called with the number of the slot before its content is overwritten.
 
         Raises:
             ArenaError: every slot is in use.
-            OutOfMemoryError: there is no memory for the arena; the next versions do not try.
+            OutOfMemoryError: there is no memory for the arena; the next versions do not try
+                again.
         """
         if self._skip_versions and not wait:
             self._skip_versions -= 1
@@ -458,13 +471,13 @@ class ArenaSet:
         return ArenaWriter(slot, arena, layout, label, data, held=held)
 
     def _unchanged(self, arena: Arena, layout: GroupLayout) -> dict[PlacedBlock, int]:
-        """Checksums of the blocks in an arena that are equal in the newest version. Such a block is
-        expected not to have changed since, as the weights that an adapter (LoRA) leaves frozen: it
-        is compared, and copied and sent only if it differs."""
+        """Return the checksums of those blocks in an arena that are the same in the newest
+        version. Such a block is expected not to have changed since, like the weights that a LoRA
+        adapter leaves frozen. It is compared, and copied and sent only if it differs."""
         known, checksums = self._contents.pop(arena, (layout, {}))
         if known is not layout:
             return {}
-        # The partitions of peers are overwritten where they are recomputed.
+        # If peers' partitions are recomputed, they are overwritten in the arena.
         sections = {Section.REPLICATED}
         if not layout.plan.sizes.recomputed:
             sections.add(Section.OWNED)
@@ -474,7 +487,8 @@ class ArenaSet:
             if placed.key.section in sections and self._newest.get(placed) == value
         }
         if held:
-            # Bytes that are not written for long could be damaged unnoticed: one block is read.
+            # Bytes that are not written for a long time could be damaged without notice, so read
+            # one block.
             placed = self._random.choice([*held])
             begin = placed.arena_offset
             if checksum(arena.data[begin : begin + placed.block.nbytes]) != held[placed]:
@@ -489,11 +503,11 @@ class ArenaSet:
         return self._topology.coordinates[self._rank]
 
     def _with_room(self, frozen: Mapping[int, VersionId]) -> dict[int, VersionId]:
-        """Return frozen slots, of which at least one of this rank's is released for the next
-        version.
+        """Return the frozen slots, without one of this rank's if otherwise none were left for
+        the next version.
 
-        All slots can be frozen if files of two ranks were exchanged. Then one file is renamed and
-        kept until the next commit; another rank's file is preferred.
+        All slots can be frozen if the files of two ranks were exchanged. Then one file is
+        renamed and kept until the next commit, preferably one with another rank's bytes.
         """
         kept = dict(frozen)
         mine = [slot for slot in kept if slot < self._files.count]
@@ -518,11 +532,11 @@ class ArenaSet:
     # -- files that were removed or replaced from outside ------------------------------------------
 
     def look_after(self) -> bool:
-        """Check whether arenas were removed or replaced since the last version, and forget those
-        (P3); the next use of such a slot creates its file again.
+        """Check whether arena files were removed or replaced since the last version, and forget
+        these arenas (P3). The next use of such a slot creates its file again.
 
         Returns:
-            True if an arena was lost. The caller must release all mappings of arenas.
+            True if an arena was lost. Then the caller must release all mappings of arenas.
         """
         lost = {
             slot: cause
@@ -553,7 +567,8 @@ class ArenaSet:
         self._forget(arena)
         arena.unlock()
         self.needs_reserving = True
-        # A file of another rank under this name may be the only copy of that rank's part.
+        # Another rank's file that was moved to this name may be the only copy of that rank's
+        # bytes.
         found = self._files.coordinate_in(arena.path)
         if found not in (None, self._coordinate):
             with suppress(OSError):
@@ -561,12 +576,12 @@ class ArenaSet:
             self._leftovers_removed = False
 
     def reserve(self, layout: GroupLayout) -> str | None:
-        """Allocate and touch every slot that may be written now, so that no version has to
-        (P9). Memory of an older layout in these slots is freed.
+        """Allocate and touch the memory of every slot that may be written now, so that taking a
+        version does not have to (P9). Memory of an older layout in these slots is freed.
 
         Returns:
-            Why a slot could not be reserved; None if all were. The error is raised again when a
-            version needs the slot.
+            The reason why a slot could not be reserved; None if all were. The error will be
+            raised when a version needs the slot.
         """
         tried: list[int] = []
         pinned = False
@@ -577,7 +592,8 @@ class ArenaSet:
                     self._arena(slot, layout).unlock()
                 except OutOfMemoryError:
                     raise
-                # A reader has locked the slot; the next version that needs it tries again.
+                # A reader has locked the slot; the next version that needs this slot tries
+                # again.
                 except ArenaError as error:
                     logger.info("memory for snapshots: %s", error)
                     pinned = True
@@ -594,8 +610,8 @@ class ArenaSet:
         """Change the number of slots in use.
 
         Args:
-            count: slots to use, at most as many as at the start. Memory is freed only in slots
-                that hold no version that is needed (P3).
+            count: number of slots to use, at most as many as at the start. Memory of a slot is
+                freed only if no recovery can need its version (P3).
         """
         self._wanted = count
         self._unused = self.slots.slots_to_free(count, self._unused)
@@ -604,11 +620,12 @@ class ArenaSet:
             if arena is not None:
                 self._forget(arena)
                 arena.unlock()
-            with suppress(OSError):  # the file keeps its memory if it cannot be removed
+            with suppress(OSError):  # If the file cannot be removed, its memory stays in use
                 self._files.path(slot).unlink(missing_ok=True)
 
     def reserve_rest(self, layout: GroupLayout) -> None:
-        """After a commit, reserve slots that held a version of an older layout or incarnation."""
+        """Reserve the slots that held a version of an older layout or incarnation. Called after
+        a commit."""
         if self.needs_reserving:
             self.use(self._wanted)
             self.reserve(layout)
@@ -622,26 +639,26 @@ class ArenaSet:
         return self._files.count - len(self._unused)
 
     def needed_bytes(self, layout: GroupLayout, count: int) -> int:
-        """Return the number of bytes that ``count`` arenas take with a layout."""
+        """Return the number of bytes that ``count`` arenas need with a layout."""
         return count * reserved_bytes(layout.mine.data_bytes, len(layout.mine.blocks))
 
     def held_bytes(self) -> int:
-        """Return the number of bytes that the files in this rank's slots take now."""
+        """Return the total size in bytes of the files in this rank's slots."""
         return self._files.held_bytes
 
     def free_bytes(self) -> int:
-        """Return free bytes of the node's memory file system."""
+        """Return the number of free bytes in the node's memory file system."""
         return free_bytes(self._files.job_dir)
 
     def commit(self, writer: ArenaWriter) -> None:
         """Record that all ranks have sealed the version.
 
-        The version counts as committed even if this record cannot be written.
+        The version is committed even if this record cannot be written.
         """
         try:
             writer.arena.commit()
-            # Remove files of an earlier incarnation with more slots or ranks. Only after a commit:
-            # until then one of them may hold the version that was recovered (P3).
+            # Remove files of an earlier incarnation with more slots or ranks, but only after a
+            # commit: until then one of them may hold the version that was recovered (P3).
             if not self._leftovers_removed:
                 self._leftovers_removed = True
                 self._files.remove_leftovers(self._unused)
@@ -653,15 +670,16 @@ class ArenaSet:
         self._contents[writer.arena] = writer.layout, writer.checksums
 
     def abort(self, writer: ArenaWriter) -> None:
-        """Free the slot. A sealed arena stays readable until the slot is written again: a recovery
-        may use it if every member's bytes exist."""
-        # Otherwise a hashing thread could read the next version's bytes from this slot.
+        """Free the slot of a version that is not committed. A sealed arena stays readable until
+        the slot is written again: a recovery may use it if every member's bytes exist."""
+        # Wait, because a hashing thread could otherwise read the next version's bytes from this
+        # slot.
         wait(writer.hashing)
         writer.arena.unlock()
         self._contents[writer.arena] = writer.layout, writer.held
 
     def close(self) -> None:
-        """Release the mappings; the files stay."""
+        """Release the mappings of all arenas. The files stay."""
         for arena in self._arenas.values():
             self._forget(arena)
         self._arenas.clear()
@@ -676,9 +694,9 @@ class ArenaSet:
             pinned = [*self._unused]
             while (slot := self.slots.choose(pinned)) is not None:
                 arena = self._arenas.get(slot)
-                # The exclusive lock is held until the version is committed or aborted: it keeps the
-                # daemon from reading an arena that is being written, and this rank from writing one
-                # that is being read.
+                # Hold the exclusive lock until the version is committed or aborted. It prevents
+                # the daemon from reading an arena that is being written, and this rank from
+                # writing an arena that is being read.
                 if arena is None or arena.try_lock_exclusive():
                     return slot
                 pinned.append(slot)
@@ -690,9 +708,11 @@ class ArenaSet:
             time.sleep(_PIN_POLL_SECS)
 
     def _arena(self, slot: int, layout: GroupLayout) -> Arena:
-        """Open or create the arena of a free slot in the layout's size, and lock it.
+        """Open or create the arena of a free slot with the size that the layout needs, and lock
+        it.
 
-        The lock excludes readers: the daemon writes a version to storage under a shared lock.
+        The exclusive lock keeps out readers such as the daemon, which holds a shared lock while
+        it writes a version to storage.
 
         Raises:
             ArenaError: a reader has locked the file.

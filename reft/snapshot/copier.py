@@ -1,5 +1,7 @@
-"""Copies the chunks of one version into its arena when the gate admits them, and hashes them in the
-same pass. Chunks that cannot be copied by the fence are staged on the device and drained later."""
+"""Copies the chunks of one version into its arena when the gate admits them, and hashes them in
+the same pass. Chunks that cannot be copied before the fence (the point where the next optimizer
+step writes) are copied within the device (*staged*) and from there to the host later
+(*drained*)."""
 
 from __future__ import annotations
 
@@ -56,8 +58,8 @@ class ParityEncoder:
 
     Args:
         image: live tensors of the replicated section.
-        blocks: every replicated block of the group by key.
-        chunk_bytes: bytes to read for a chunk, of all sources together.
+        blocks: every replicated block of the group, by key.
+        chunk_bytes: bytes to read for a chunk, from all sources together.
     """
 
     def __init__(
@@ -67,7 +69,7 @@ class ParityEncoder:
         self._blocks = blocks
         self._chunk_bytes = chunk_bytes
         self._device = image.device
-        self._most_bytes = 0  # Largest chunk of one source
+        self._most_bytes = 0  # Largest number of bytes that a chunk reads from one source
         self._scratch: dict[int, torch.Tensor] = {}
 
     def cut(
@@ -78,11 +80,12 @@ class ParityEncoder:
         Args:
             placed: the block.
             terms: replicated blocks and their coefficients.
-            target: its bytes in the arena, 1-D uint8.
+            target: bytes of the parity block in the arena, 1-D uint8.
 
         Yields:
-            ``(start, stop, encode)``: offsets within the block, and the function that encodes the
-            chunk, on the current stream of a device, and returns the pieces to copy to the host.
+            ``(start, stop, encode)``: byte offsets within the block, and a function that encodes
+            the chunk and returns the pieces to copy to the host. On a device the function uses
+            the current stream.
         """
         row = tuple(coefficient for _, coefficient in terms)
         unit = CELL_BYTES if needs_packets([row]) else ALIGNMENT_BYTES
@@ -99,8 +102,9 @@ class ParityEncoder:
             yield at, stop, partial(self._encode, row, ranges, target[at:stop])
 
     def _room(self, number: int, nbytes: int) -> torch.Tensor:
-        """Scratch memory to gather source ``number``, or for the result (-1). All chunks share it,
-        since they are encoded one at a time."""
+        """Return the scratch memory into which the source with index ``number`` is gathered, or
+        for -1 that of the result. All chunks share this memory, since they are encoded one at a
+        time."""
         scratch = self._scratch.get(number)
         if scratch is None or len(scratch) < nbytes:
             scratch = self._scratch[number] = self._memory(self._most_bytes)
@@ -110,8 +114,8 @@ class ParityEncoder:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def _source(self, number: int, begin: int, end: int) -> torch.Tensor:
-        """Return the bytes ``image[begin:end]``: a view if they are contiguous, otherwise
-        gathered."""
+        """Return the bytes ``image[begin:end]``, as a view if they are contiguous in memory,
+        otherwise gathered into scratch memory."""
         out = self._room(number, end - begin)
         pieces = self._image.pieces_into(begin, out)
         if len(pieces) == 1 and pieces[0][0].numel() == end - begin:
@@ -123,11 +127,12 @@ class ParityEncoder:
     def _encode(
         self, row: tuple[int, ...], ranges: Sequence[tuple[int, int]], target: torch.Tensor
     ) -> Sequence[Piece]:
-        """Combine ranges of the image with the coefficients in ``row``. Shorter ranges count as
-        padded with zeros.
+        """Compute the sum of ranges of the image, multiplied by the coefficients in ``row``.
+        Shorter ranges count as zero-padded.
 
         Returns:
-            On a device, the pieces to copy to ``target``; none on a CPU, which writes it directly.
+            On a device, the pieces to copy to ``target``. On a CPU none, since the result is
+            written to ``target`` directly.
         """
         sources: list[Any] = [self._source(n, begin, end) for n, (begin, end) in enumerate(ranges)]
         if self._device.type == "cpu":
@@ -145,16 +150,20 @@ class ParityEncoder:
 class Chunk:
     """A range of one block."""
 
-    placed: PlacedBlock  # The block
-    kind: ByteKind  # Kind by which its bytes are counted
-    pieces: CheckedPieces  # Sources and targets; several if small tensors are adjacent
-    stored: Range  # Its place in the arena with padding, as a range to be hashed without a copy
-    last: bool  # Whether it ends the block
-    # For parities: encodes the chunk, and returns the pieces to copy
+    placed: PlacedBlock  # Block to which the chunk belongs
+    kind: ByteKind  # Kind of state by which the chunk's bytes are counted
+    # Pairs of source and target; several if the chunk covers more than one tensor
+    pieces: CheckedPieces
+    # The chunk's bytes in the arena, with padding, as a range to be hashed without a copy
+    stored: Range
+    last: bool  # Whether this is the last chunk of its block
+    # For parities: function that encodes the chunk and returns the pieces to copy; otherwise
+    # None
     encode: Encode | None = None
-    # For sources in host memory: all chunks of the block, as ranges to be copied and hashed
+    # For sources in host memory: all chunks of the block, as ranges to be copied and hashed;
+    # otherwise None
     cut: CutRanges | None = None
-    number: int = 0  # Index of this chunk in ``cut``
+    number: int = 0  # Index of this chunk among the chunks in ``cut``
 
     @property
     def nbytes(self) -> int:
@@ -166,12 +175,13 @@ class Chunk:
 
 
 def cut_chunks(images: LiveImages, writer: ArenaWriter, chunk_bytes: int) -> tuple[Chunk, ...]:
-    """Cut all blocks that are copied from this rank's own device. Padding in the arena is zeroed.
+    """Divide the blocks that are copied from this rank's own device into chunks, and zero the
+    arena's padding.
 
     Args:
         images: live tensors.
-        writer: writer of any version in the arena.
-        chunk_bytes: most bytes of a chunk, a multiple of 64.
+        writer: writer of any version in the arena; all versions have the same block layout.
+        chunk_bytes: largest size of a chunk in bytes, a multiple of 64.
     """
     chunks: list[Chunk] = []
     for placed in writer.local_blocks:
@@ -196,7 +206,8 @@ def _find_image(images: LiveImages, placed: PlacedBlock) -> SectionImage | None:
     """Return the image that a block is copied from; None if its bytes are encoded or received."""
     section = placed.key.section
     if section is Section.GRADIENTS:
-        # There are none yet for a peer whose partition this rank has just begun to store.
+        # No gradients were captured yet for a peer whose partition this rank has just begun to
+        # store.
         return images.gradients.get(placed.key.member)
     return {Section.REPLICATED: images.replicated, Section.OWNED: images.owned}.get(section)
 
@@ -242,8 +253,8 @@ def _hashed_only(memory: torch.Tensor) -> Range:
 def _in_order(
     image: SectionImage, at: int, pieces: CheckedPieces, part: torch.Tensor
 ) -> Iterator[Range]:
-    """Yield the bytes ``image[at : at + len(part)]`` of a chunk, in order: its pieces, and between
-    them padding, which is read from the arena.
+    """Yield the ranges to hash for the bytes ``image[at : at + len(part)]`` of a chunk, in
+    order: the pieces and, between them, padding, which is read from the arena.
     """
     end = 0
     for target, source, nbytes in pieces.addresses:
@@ -261,14 +272,15 @@ _COPIED_AS_IT_IS = frozenset({Section.REPLICATED, Section.OWNED})
 
 
 def shortened(names: Iterable[str]) -> str:
-    """Return the first three names, and the number of the others."""
+    """Return text with the first three names and the number of the others."""
     found = [*dict.fromkeys(names)]
     return ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
 
 
 @dataclass(frozen=True, slots=True)
 class StagedChunk:
-    """A chunk, its position in its version, and the pieces from the staging area to the arena."""
+    """A staged chunk, its index in its version, and the pieces to copy from the staging area to
+    the arena."""
 
     number: int
     chunk: Chunk
@@ -277,15 +289,15 @@ class StagedChunk:
 
 _KEPT_CHUNKS = 2**16
 _BATCH_BYTES = 32 * 2**20
-"""Most bytes that are handed to a device and timed at once: a millisecond of the link. Larger
-batches would average the rates inside and outside of a window."""
+"""Largest number of bytes that are queued on a device and timed together: a millisecond of the
+link. The time of a larger batch would mix the rates inside and outside of a window."""
 _Batch = Sequence[tuple[int, Chunk]]
 _Queued = list[tuple[_Batch, Permit, CopyTicket]]
 
 
 _MOST_HASHERS = 4
-"""Most threads that hash blocks from a device. One hashes 8 to 15 GB/s; the link copies 25 to 55
-GB/s."""
+"""Largest number of threads that hash blocks from a device. One thread hashes 8 to 15 GB/s,
+while the link copies 25 to 55 GB/s."""
 
 
 def hashing_threads(ranks_here: int = 1) -> int:
@@ -293,7 +305,7 @@ def hashing_threads(ranks_here: int = 1) -> int:
     usable cores.
 
     Args:
-        ranks_here: ranks on this node.
+        ranks_here: number of ranks on this node.
     """
     return max(1, min(_MOST_HASHERS, len(os.sched_getaffinity(0)) // ranks_here // 2))
 
@@ -301,8 +313,8 @@ def hashing_threads(ranks_here: int = 1) -> int:
 class Hashers:
     """Threads that hash blocks as they arrive; hashing releases the GIL.
 
-    They are daemon threads, unlike those of an executor: a device that hangs must not keep the
-    process from ending.
+    Unlike the threads of an executor they are daemon threads: a device that hangs must not keep
+    the process from ending.
     """
 
     def __init__(self, count: int) -> None:
@@ -312,13 +324,14 @@ class Hashers:
             threading.Thread(target=self._run, name="reft-hash", daemon=True).start()
 
     def submit(self, act: Callable[[], None]) -> Future[None]:
-        """Run ``act`` on a thread. Calls start in the order in which they were submitted."""
+        """Run ``act`` on one of the threads. Calls start in the order in which they were
+        submitted."""
         future: Future[None] = Future()
         self._queue.put((future, act))
         return future
 
     def close(self) -> None:
-        """End the threads after all submitted calls."""
+        """End the threads after all submitted calls are done."""
         for _ in range(self._count):
             self._queue.put(None)
 
@@ -334,35 +347,37 @@ class Hashers:
 
 
 class Staging(Protocol):
-    """Device memory for chunks that cannot be copied to the host by the fence."""
+    """Device memory for chunks that cannot be copied to the host before the fence."""
 
     @property
     def capacity_bytes(self) -> int:
         """Bytes that can be staged now."""
 
     def first_fitting(self, chunks: Sequence[Chunk]) -> int:
-        """Return the smallest index ``i`` for which ``chunks[i:]`` fits; ``len(chunks)`` if no
-        chunk does.
+        """Return the smallest index ``i`` for which all of ``chunks[i:]`` fit; ``len(chunks)``
+        if not even the last chunk does.
         """
 
     def stage(self, chunks: Sequence[Chunk], first: int) -> list[StagedChunk]:
-        """Copy ``chunks[first:]`` into the staging memory, by the fence."""
+        """Copy ``chunks[first:]`` into the staging memory, before the fence."""
 
 
 class Copier:
-    """Copies the versions of one snapshot worker.
+    """Copies the versions of one snapshot worker into their arenas.
 
     ``begin`` and ``fence`` are called by the training thread, ``copy`` and ``drain`` by the worker
     thread.
 
     Args:
         engine: copies the bytes.
-        chunk_bytes: bytes of a chunk, or the engine's minimum if that is more.
-        staging: stages chunks that remain at the fence; None: the fence waits for them.
-        hashers: number of threads that hash blocks from a device; None: :func:`hashing_threads`.
+        chunk_bytes: size of a chunk in bytes; the engine's minimum is used if that is larger.
+        staging: device memory for chunks that are not copied when training reaches the fence;
+            None if training waits for these chunks.
+        hashers: number of threads that hash blocks from a device; None for
+            :func:`hashing_threads`.
 
     Attributes:
-        features: copy more of the live state, after the chunks.
+        features: features that copy more of the live state after the chunks.
     """
 
     def __init__(
@@ -379,19 +394,22 @@ class Copier:
         self.features: Sequence[VersionFeature] = ()
         self._chunk_bytes = max(chunk_bytes, engine.least_chunk_bytes)
         self._cut: dict[int, tuple[ArenaWriter, LiveImages, tuple[Chunk, ...]]] = {}
-        """Chunks for each slot's arena, with the writer and images for which they were cut."""
+        """Chunks for the arena of each slot, with the writer and the images for which they were
+        cut."""
         self.records: deque[ChunkRecord] = deque(maxlen=_KEPT_CHUNKS)
-        """Chunks of the newest versions; a tracer removes those that it has read."""
+        """Records of copied chunks of the newest versions; a tracer removes those that it has
+        read."""
         self.staged: Sequence[StagedChunk] = ()
-        """Chunks of the last copied version that have to be drained."""
+        """Staged chunks of the last copied version, which are still to be drained."""
         self.written: Sequence[str] = ()
-        """Tensors of the last copied version that changed while they were copied: names from the
-        one block that was read twice."""
+        """Names of tensors that changed while the last version was copied, found in the one
+        block that was read twice."""
         self._scratch = torch.zeros(0, dtype=torch.uint8)
         self._read_again_count = 0
         self._begun = False
         self.begun: Any = None
-        """Stamp at which the newest version's state was final; used by the training thread."""
+        """Stamp of the device's clock at which the newest version's state was final; used by the
+        training thread."""
         self._hasher = hashing_copier()
         self._fault: Callable[[FaultPoint], None] = lambda point: None
         self._points: dict[int, list[FaultPoint]] = {}
@@ -399,15 +417,15 @@ class Copier:
     # -- training thread ---------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Open a version: the state is final. A second version of the same state uses the same
-        begin."""
+        """Open a version, since the state is final now. A second version of the same state needs
+        no second call."""
         if not self._begun:
             self.begun = self.engine.begin()
             self._begun = True
 
     def fence(self) -> None:
-        """Close the version: nothing that the training thread does next changes the copied
-        bytes."""
+        """Close the version, so that nothing that the training thread does next changes the
+        copied bytes."""
         if self._begun:
             self._begun = False
             self.engine.fence()
@@ -421,11 +439,13 @@ class Copier:
         self.staged = ()
 
     def forget(self) -> None:
-        """Release the arenas: memory that is replaced must not stay mapped (P9)."""
+        """Release all references to arenas, because memory that is replaced must not stay mapped
+        (P9)."""
         self._cut.clear()
 
     def _chunks(self, images: LiveImages, writer: ArenaWriter) -> tuple[Chunk, ...]:
-        """Return chunks of the version; cut again only if images, layout or arena have changed."""
+        """Return the chunks of the version. They are cut again only if images, layout or arena
+        have changed."""
         if (known := self._cut.get(writer.slot)) is not None:
             first, seen, chunks = known
             if first.arena is writer.arena and first.layout is writer.layout and seen is images:
@@ -447,22 +467,23 @@ class Copier:
         on_released: Callable[[], None],
         may_stage: Callable[[], bool] | None = None,
     ) -> list[ChunkRecord]:
-        """Copy the live tensors into the arena. Chunks for which training would wait are staged if
-        they fit.
+        """Copy the live tensors into the arena. Chunks for which training would have to wait are
+        staged if they fit.
 
         Args:
             images: live tensors.
             writer: writer of the arena.
             gate: admits each chunk.
-            reach: called at fault points: in the middle of the data, and before and in the middle
-                of the parities.
-            on_released: called when the fence need not wait any longer.
-            may_stage: whether the rest may be staged; called when a chunk would be copied while
-                training waits.
+            reach: called at points where tests inject faults: in the middle of the data, and
+                before and in the middle of the parities.
+            on_released: called when training no longer has to wait at the fence.
+            may_stage: returns whether the rest may be staged; called when a chunk would be
+                copied while training waits. None if nothing may be staged.
 
         Returns:
-            Time and size of each copied chunk. Checksums of hashed blocks are in ``writer``. Staged
-            chunks are in :attr:`staged`; the version is complete after :meth:`drain`.
+            Time and size of each copied chunk. ``writer`` gets the checksums of hashed blocks.
+            Staged chunks are in :attr:`staged`; if there are any, the version is complete only
+            after :meth:`drain`.
         """
         chunks = self._chunks(images, writer)
         self.staged, self._hasher = (), hashing_copier()
@@ -472,7 +493,8 @@ class Copier:
         queued: _Queued = []
         records: list[ChunkRecord] = []
         if self.engine.asynchronous:
-            for placed in writer.local_blocks:  # all are copied, whatever the arena holds
+            # On a device, copy all blocks, whatever the arena holds
+            for placed in writer.local_blocks:
                 writer.held.pop(placed, None)
 
             def hand_over(batch: _Batch, mark: Any) -> CopyTicket:
@@ -495,8 +517,9 @@ class Copier:
         for feature in self.features:
             feature.read(images, writer.label, self.engine, gate)
         again = self._read_again(images, writer, gate)
-        # Release training before waiting for the copies: on a device all copies are queued by now,
-        # and the fence makes the device's next writes wait for them, so the host need not wait.
+        # Release training before waiting for the copies: on a device all copies are queued by
+        # now, and the fence makes the device's next writes wait for them, so the training thread
+        # need not wait.
         on_released()
         self.engine.synchronize()
         self.written = self._differing_tensors(images, writer, again)
@@ -507,10 +530,11 @@ class Copier:
     def _read_again(
         self, images: LiveImages, writer: ArenaWriter, gate: Gate
     ) -> PlacedBlock | None:
-        """Copy one block a second time, after all others; each version takes the next block.
+        """Copy one block a second time, after all others. Each version takes the next block.
 
-        A difference shows writes that torch does not count, through ``.data`` or by other libraries
-        (P2). Returns the block; None if there is none to compare.
+        If the two copies differ, a write has happened that torch does not count, through
+        ``.data`` or by another library (P2). Returns the block; None if there is no block to
+        compare.
         """
         own = [
             b for b in writer.local_blocks if b.block.nbytes and b.key.section in _COPIED_AS_IT_IS
@@ -523,7 +547,8 @@ class Copier:
             if len(self._scratch):
                 self.engine.unregister(self._scratch)
             self._scratch = own_pages(placed.block.nbytes)
-            # Registered, since a copy to other memory would block this thread.
+            # Register the scratch memory, since a copy to unregistered memory would block this
+            # thread.
             self.engine.register(self._scratch)
         image = _find_image(images, placed)
         assert image is not None
@@ -540,7 +565,8 @@ class Copier:
         begin, nbytes = placed.block.start_bytes, placed.block.nbytes
         if torch.equal(self._scratch[:nbytes], writer.tensor(placed)[:nbytes]):
             return ()
-        writer.held.pop(placed, None)  # if it was the arena that changed, it is written again
+        # If the arena's bytes have changed, not the tensor, they are written again
+        writer.held.pop(placed, None)
         image = _find_image(images, placed)
         assert image is not None
         first = writer.tensor(placed)[:nbytes]
@@ -549,8 +575,8 @@ class Copier:
         return [spec.name for spec in image.tensors_at(at[0], at[1] + 1)]
 
     def drain(self, writer: ArenaWriter, gate: Gate) -> list[ChunkRecord]:
-        """Copy the staged chunks to the arena while training continues. Returns time and size of
-        each chunk."""
+        """Copy the staged chunks to the arena while training continues. Return the time and size
+        of each chunk."""
         staged, self.staged = self.staged, ()
         pieces = {item.number: item.pieces for item in staged}
         queued = self._queue(
@@ -566,17 +592,18 @@ class Copier:
         return records
 
     def wait_for_copies(self) -> None:
-        """Wait for the copies of a version that is given up: they must not arrive in the arena when
-        it already holds another version (P5)."""
-        # If the engine is closed or the device has failed, no copy arrives any more.
+        """Wait for the copies of a version that is given up. They must not arrive in the arena
+        when it already holds another version (P5)."""
+        # Ignore errors: if the engine is closed or the device has failed, no copy will arrive
+        # any more.
         with suppress(CopyOrderError, RuntimeError):
             self.engine.synchronize()
 
     def _stages(
         self, chunks: Sequence[Chunk], may_stage: Callable[[], bool] | None
     ) -> Callable[[int, Permit], bool]:
-        """Return a function of chunk and permit: whether that chunk and all later ones are staged
-        now instead of copied."""
+        """Return a function that decides, given the index of a chunk and a permit, whether this
+        chunk and all later ones are staged instead of copied."""
         area = self.staging
         if may_stage is None or area is None or not area.capacity_bytes:
             return lambda number, permit: False
@@ -584,7 +611,7 @@ class Copier:
         return lambda number, permit: permit.tier == 0 and number >= first and may_stage()
 
     def _copy(self, chunks: Sequence[Chunk], writer: ArenaWriter, gate: Gate) -> list[ChunkRecord]:
-        """Copy all chunks; each permit covers at most the rest of a block."""
+        """Copy all chunks. A permit covers at most the chunks up to the end of a block."""
         records, number = [], 0
         while number < len(chunks):
             self._reach(number)
@@ -596,7 +623,8 @@ class Copier:
         return records
 
     def _admitted(self, chunks: Sequence[Chunk], first: int, permit: Permit) -> Sequence[Chunk]:
-        """Return the chunks that one permit may cover: of one block, up to the next fault point."""
+        """Return the chunks that one permit covers: chunks of the same block, up to the next
+        fault point."""
         stop, nbytes = first, 0
         goes_on = permit.until is not None and _at_once(chunks[first]) is not None
         most = UNLIMITED if goes_on else permit.nbytes
@@ -618,14 +646,15 @@ class Copier:
         if it has not changed, is only hashed.
 
         Returns:
-            Time and size of the copy, and the number of chunks to go on by: fewer than all if
-            training set the stop flag; negative, back to the first one, if the block has changed.
+            Time and size of the copy, and the number of chunks by which to advance: fewer than
+            were given if training has set the stop flag; negative, back to the first chunk, if the
+            block has changed.
         """
         began = ended = time.perf_counter()
         first, cut = chunks[0], _at_once(chunks[0])
         hashes = first.section is not Section.GRADIENTS
         copied = len(chunks)
-        if cut is None:  # copied piece by piece, whatever the arena holds
+        if cut is None:  # The block is copied piece by piece, whatever the arena holds
             writer.held.pop(first.placed, None)
         held = writer.held.get(first.placed)
         try:
@@ -648,7 +677,7 @@ class Copier:
         if held is None:
             writer.traffic.to_host[first.kind] += nbytes
         elif writer.checksums.get(first.placed, held) != held:
-            # The block has changed, so it is copied after all, from its first chunk on.
+            # The block has changed, so copy it after all, from its first chunk on.
             del writer.held[first.placed], writer.checksums[first.placed]
             copied = -first.number
         record = ChunkRecord(permit.tier, nbytes, began, ended, permit.window, first.section.value)
@@ -662,25 +691,25 @@ class Copier:
         hand_over: Callable[[_Batch, Any], CopyTicket],
         stages: Callable[[int, Permit], bool],
     ) -> _Queued:
-        """Queue chunks on the device in batches of one permit, until the rest is to be staged. The
-        caller waits for them after the fence.
+        """Queue chunks on the device, in batches that each use one permit, until the rest is to
+        be staged. The caller waits for the copies after releasing training.
 
         Args:
-            chunks: chunks with their index.
+            chunks: chunks with their indices.
             writer: writer of the arena.
             gate: admits the chunks.
-            hand_over: queues a batch, no earlier than at a stamp.
-            stages: whether a chunk and all later ones are staged instead.
+            hand_over: queues a batch whose copy starts no earlier than at a stamp.
+            stages: returns whether a chunk and all later ones are staged instead.
         """
         queued: _Queued = []
-        batch: list[tuple[int, Chunk]] = []  # Chunks of one permit that are not queued yet
+        batch: list[tuple[int, Chunk]] = []  # Chunks under one permit that are not queued yet
         permit, left, nbytes = Permit(0), 0, 0
 
         def flush() -> None:
             nonlocal batch, nbytes
             if batch:
-                # The previous batch of the permit waits for the mark already, and the stream runs
-                # in order.
+                # The previous batch under this permit already waits for the mark, and the stream
+                # runs in order.
                 follows = bool(queued) and queued[-1][1] is permit
                 ticket = hand_over(batch, None if follows else permit.mark)
                 queued.append((batch, permit, ticket))
@@ -704,8 +733,8 @@ class Copier:
         return queued
 
     def _hash_later(self, batch: _Batch, ticket: CopyTicket, writer: ArenaWriter) -> None:
-        """Submit the blocks that end in a batch to be hashed once the batch has arrived. Earlier
-        batches have arrived by then, since the stream runs in order."""
+        """Let other threads hash the blocks that end in a batch, once the batch has arrived.
+        Earlier batches have arrived by then, since the stream runs in order."""
         ended = [c.placed for _, c in batch if c.last and c.section is not Section.GRADIENTS]
         if not ended:
             return
@@ -715,11 +744,11 @@ class Copier:
             for placed in ended:
                 writer.hash(placed)
 
-        assert self._hashers is not None  # the engine is asynchronous
+        assert self._hashers is not None  # An asynchronous engine has hashing threads
         writer.hashing.append(self._hashers.submit(hash_blocks))
 
     def _reach(self, number: int) -> None:
-        """Trigger the fault points before a chunk, each once."""
+        """Trigger the fault injection points that precede a chunk, each once."""
         for point in self._points.pop(number, ()):
             self._fault(point)
 
@@ -727,14 +756,15 @@ class Copier:
 def copy_when_admitted(
     engine: CopyEngine, gate: Gate, pieces: Sequence[Piece] = (), encode: Encode | None = None
 ) -> None:
-    """Copy more pieces of the open version. An asynchronous engine queues them; with any other the
-    call waits for the gate.
+    """Copy more pieces of the open version. An asynchronous engine queues them at once; with a
+    synchronous engine the call waits for the gate.
 
     Args:
         engine: copies the pieces.
         gate: admits the copy if the engine is synchronous.
         pieces: sources and targets.
-        encode: encodes further pieces; see :data:`reft.snapshot.copy_engine.Encode`.
+        encode: function that computes further pieces to copy; see
+            :data:`reft.snapshot.copy_engine.Encode`.
     """
     if engine.asynchronous:
         engine.copy(pieces, encode=encode)
@@ -747,8 +777,8 @@ def copy_when_admitted(
 
 
 def _at_once(chunk: Chunk) -> CutRanges | None:
-    """Return all chunks of the block if one call copies and hashes them; it may stop between any
-    two. None if they are copied one by one.
+    """Return all chunks of the chunk's block as ranges if one call can copy and hash them all
+    (and may stop between any two); None if chunks are copied one by one.
     """
     return None if chunk.section is Section.GRADIENTS else chunk.cut
 
@@ -758,10 +788,11 @@ def _next(gate: Gate, left: int) -> tuple[Permit, int]:
 
     Args:
         gate: gives the permit.
-        left: bytes left of the permit before; negative if its last chunk exceeded it.
+        left: bytes that are left of the previous permit; negative if its last chunk exceeded it.
 
     Returns:
-        The permit and its bytes. During computation (tier 2) the excess is subtracted.
+        The permit, and the number of bytes that it allows. During computation (tier 2) the
+        excess of the previous permit is subtracted.
     """
     permit = gate.admit()
     gate.release(permit, 0.0)
@@ -769,8 +800,8 @@ def _next(gate: Gate, left: int) -> tuple[Permit, int]:
 
 
 def _records_of(queued: _Queued) -> list[ChunkRecord]:
-    """Return records of all chunks; the time of a batch is divided among its chunks by their
-    bytes."""
+    """Return the records of all chunks. The time of a batch is divided among its chunks in
+    proportion to their bytes."""
     records = []
     for batch, permit, ticket in queued:
         if ticket.secs is None:
@@ -788,8 +819,8 @@ def _records_of(queued: _Queued) -> list[ChunkRecord]:
 
 
 def _fault_points(chunks: Sequence[Chunk]) -> dict[int, list[FaultPoint]]:
-    """Return fault points by the index of the chunk before which they are triggered; parities come
-    last.
+    """Return the points for fault injection by the index of the chunk before which they are
+    triggered. Parities come last.
     """
     data = sum(chunk.kind is not ByteKind.PARITY for chunk in chunks)
     points = {data // 2: [FaultPoint.DURING_COPY]}

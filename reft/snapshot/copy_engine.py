@@ -1,7 +1,7 @@
-"""Copy engines: they copy live tensors into an arena. One protocol, one engine for each device
-type.
+"""Copy engines, which copy live tensors into an arena: one interface, with one implementation
+for each device type.
 
-One version passes an engine as follows. T is the training thread, W the copying thread::
+The calls for one version, where T is the training thread and W the copying thread::
 
     T  optimizer step │ begin() ─► forward, backward, stamp(), ... ─► fence() │ optimizer step
     W                 │    copy(pieces) ─► copy(pieces, after=stamp) ─► ...    │ synchronize(),
@@ -9,35 +9,38 @@ One version passes an engine as follows. T is the training thread, W the copying
 
 - **begin** (T): the state is final now. Copies start after all work that T has queued on the device
   by then.
-- **stamp** (T): mark a point in the device's queue of work. The host runs ahead of the device; to
-  copy inside a bubble, T takes a stamp right before the receive that opens it, and W copies
-  ``after`` that. On a CPU a stamp is only the time.
-- **copy** (W): hand over pieces. An asynchronous engine (CUDA, ROCm) returns once they are queued;
-  a synchronous one returns when the bytes have arrived. Call it from a thread that may wait.
-- **fence** (T): nothing that T does afterwards changes the copied bytes. On CUDA the compute stream
-  waits for the copies, and the host does not; on a CPU T waits for the copy in progress. A version
-  with an offloaded optimizer needs both: T waits for the pieces in host memory, which the optimizer
-  overwrites there, and the stream waits for those on the device. It is called before *every*
-  optimizer step, even if there was no ``begin``.
-- **synchronize** (W): all bytes are in host memory: checksums may be taken, and the arena may be
-  sealed.
+- **stamp** (T): mark a point in the device's queue of work. The host runs ahead of the device.
+  To copy inside a bubble (an idle interval of the pipeline), T takes a stamp right before the
+  receive that opens the bubble, and W copies ``after`` this stamp. On a CPU a stamp is just a
+  time.
+- **copy** (W): copy pieces. An asynchronous engine (CUDA, ROCm) returns once they are queued; a
+  synchronous one returns when the bytes have arrived. Must be called from a thread that may
+  wait.
+- **fence** (T): nothing that T does afterwards changes the copied bytes. On CUDA the compute
+  stream waits for the copies, and the host does not; on a CPU T waits for the copy in progress.
+  With an offloaded optimizer both happen: T waits for pieces whose source is in host memory,
+  which the optimizer overwrites there, and the stream waits for pieces on the device. T calls
+  ``fence`` before *every* optimizer step, even if there was no ``begin``.
+- **synchronize** (W): wait until all bytes are in host memory, so that checksums may be taken
+  and the arena may be sealed.
 
-Bytes that cannot reach host memory by the fence may be staged (CheckFreq's GPU mode)::
+Bytes that cannot reach host memory before the fence may be staged (CheckFreq's GPU mode)::
 
     T  ... ─► fence() │ optimizer step │ begin() ... stamp() ... ─► fence()
     W  stage(pieces)  │           drain(staged) ─► drain(staged, after=stamp) ... synchronize()
 
-- **stage** (W): like *copy*, but into memory of the engine's own device, which takes a fraction of
-  the time.
-- **drain** (W): copy staged bytes to host memory. Only the next *stage* writes to the staging
-  memory, so no fence waits for a drain.
+- **stage** (W): like *copy*, but into memory of the same device, which takes a fraction of the
+  time.
+- **drain** (W): copy staged bytes to host memory. Training never writes to the staging memory,
+  so no fence waits for a drain.
 
 ``begin``, ``stamp`` and ``fence`` are called by one thread, ``copy`` and ``synchronize`` by one or
 several others. A call out of order raises :class:`~reft.errors.CopyOrderError`.
 
-Memory: an engine holds references to sources and targets until the copy has ended, so that the
-caching allocator cannot reuse the sources and the targets stay mapped. A copy shares no memory with
-its source. The CUDA engine makes its device the current one of the threads that call it.
+Memory: an engine holds references to sources and targets until the copy has ended, so that
+torch's caching allocator cannot reuse the sources, and the targets stay mapped. A copy shares no
+memory with its source. The CUDA engine makes its device the current device of each thread that
+calls it.
 """
 
 from __future__ import annotations
@@ -62,30 +65,32 @@ logger = logging.getLogger(__name__)
 
 
 Piece = tuple[torch.Tensor, torch.Tensor]
-"""``(source, target)``: a contiguous live tensor of any dtype, on the engine's device or on the
-CPU, and 1-D uint8 CPU memory of the same number of bytes. ``SectionImage.pieces_into`` cuts a range
-of an image into pieces."""
+"""A pair ``(source, target)`` of a contiguous live tensor of any dtype, on the engine's device
+or on the CPU, and 1-D uint8 CPU memory of the same number of bytes. ``SectionImage.pieces_into``
+cuts a range of an image into pieces."""
 
 Encode = Callable[[], Iterable[Piece]]
-"""Computes on the live state and yields pieces with the result, which are then copied. It has to be
-done by the fence, like a copy. Each piece is handed over before the next one is requested, which
-may therefore reuse its memory."""
+"""Function that computes on the live state and yields pieces with the result, which are then
+copied. Like a copy, it has to end before the fence. Each piece is copied or queued before the
+next one is requested, so the next piece may reuse the same memory."""
 
 Part = tuple[Sequence[Piece], torch.Tensor, Encode | None]
-"""Pieces, their place in a staging buffer (1-D uint8 on the device), and the function that encodes
-after them."""
+"""Pieces to stage, their place in a staging buffer (1-D uint8 on the device), and a function
+that encodes further pieces after them."""
 
 STUCK_SECS = 30.0
-"""Most seconds that ``fence`` or ``close`` waits for a call of ``copy`` that does not return. Its
-version was already given up, so its bytes are not used; its slot stays in use until it returns."""
+"""Longest time in seconds that ``fence`` or ``close`` waits for a call of ``copy`` that does not
+return. The version of such a call has been given up, so its bytes are not used; its slot stays
+in use until the call returns."""
 
 
 class CopyTicket:
-    """One :meth:`CopyEngine.copy`.
+    """One call of :meth:`CopyEngine.copy`.
 
     Attributes:
-        secs: begin and end of the copy, seconds of ``time.perf_counter()``. Device time is mapped
-            onto that within about 10 microseconds. None until ``synchronize`` has returned.
+        secs: begin and end of the copy in seconds of ``time.perf_counter()``; times of a device
+            are converted with an error of about 10 microseconds. None until ``synchronize`` has
+            returned.
     """
 
     def __init__(self, secs: tuple[float, float] | None = None) -> None:
@@ -96,17 +101,17 @@ class CopyTicket:
         return True
 
     def wait(self) -> None:
-        """Wait until all bytes are in host memory. Not on the training thread."""
+        """Wait until all bytes are in host memory. Must not be called on the training thread."""
 
 
 class CopyEngine(ABC):
     """Copies pieces of live tensors into host memory; see the module docstring for the contract."""
 
-    name: str  # For messages and results: ``cpu``, ``cuda`` or ``rocm``
-    # `copy` returns before the bytes have arrived (if memory is pinned)
+    name: str  # Name for messages and results: ``cpu``, ``cuda`` or ``rocm``
+    # True if `copy` returns before the bytes have arrived (which requires pinned memory)
     asynchronous: bool
-    # Bytes that the link copies in the time in which the host queues one call; with smaller chunks
-    # the link is idle between them
+    # Smallest useful chunk: the bytes that the link copies while the host queues one call. With
+    # smaller chunks the link would be idle between calls
     least_chunk_bytes = 0
 
     def __init__(self) -> None:
@@ -116,12 +121,12 @@ class CopyEngine(ABC):
         return self._order.closed
 
     def register(self, memory: memoryview | torch.Tensor) -> bool:
-        """Register the data region of a new arena, once. This takes seconds for tens of GB. The
-        engine keeps the memory mapped until :meth:`unregister`.
+        """Register (pin) the data region of a new arena with the driver, once. Takes seconds for
+        tens of GB. The engine keeps the memory mapped until :meth:`unregister`.
 
         Returns:
-            True if the device copies directly to this memory. False costs only speed, and is
-            logged.
+            True if the device can copy directly to this memory. If False, which is logged,
+            copies are only slower.
         """
         return True
 
@@ -130,7 +135,7 @@ class CopyEngine(ABC):
         Memory that is not registered is ignored."""
 
     def begin(self) -> Any:
-        """Open a version: the state is final now. Returns the stamp of this point."""
+        """Open a version, since the state is final now. Return the stamp of this point."""
         self._order.begin()
         return self.stamp()
 
@@ -140,13 +145,14 @@ class CopyEngine(ABC):
 
     @abstractmethod
     def stamp(self) -> Any:
-        """Mark the current end of the training thread's work for the device. On the training
-        thread, at any time."""
+        """Mark the current end of the work that the training thread has queued on the device.
+        May be called at any time, on the training thread."""
 
     @abstractmethod
     def secs_of(self, stamps: Sequence[Any]) -> list[float]:
-        """Return times at which the device reached each stamp, seconds of ``time.perf_counter()``.
-        Waits until it has reached them. Not on the training thread.
+        """Return the time at which the device reached each stamp, in seconds of
+        ``time.perf_counter()``. Waits until it has reached all of them. Must not be called on
+        the training thread.
         """
 
     @abstractmethod
@@ -156,33 +162,35 @@ class CopyEngine(ABC):
         """Copy pieces of the open version.
 
         Args:
-            pieces: sources and targets; zero-size ones are ignored.
+            pieces: pairs of source and target; pairs of size zero are ignored.
             after: the copy starts no earlier than at this stamp.
-            encode: reads the state after the pieces were handed over, on the copying stream of a
-                device; the pieces that it yields are copied too.
+            encode: called after the pieces were copied or queued; on a device it works on the
+                copying stream. The pieces that it yields are copied as well.
 
         Raises:
             CopyError: a source is not contiguous, a target is not 1-D uint8 CPU memory, or sizes
-                differ. Nothing was copied.
-            CopyOrderError: no version is open (not begun, or fenced), and nothing was copied; or
-                the engine was closed during the copy, and the version is incomplete.
+                differ. Nothing is copied.
+            CopyOrderError: no version is open (not begun, or already fenced), and nothing is
+                copied; or the engine was closed during the copy, and the version is incomplete.
             RuntimeError: the device failed.
         """
 
     def wait(self, ticket: CopyTicket) -> None:
-        """Wait until the bytes of a ticket are in host memory. Not on the training thread. Raises
-        RuntimeError if the device failed."""
+        """Wait until the bytes of a ticket are in host memory. Must not be called on the
+        training thread. Raises RuntimeError if the device failed."""
         ticket.wait()
 
     # -- staging: only on devices. A copy within host memory would gain no time.
 
     @property
     def free_bytes(self) -> int:
-        """Device memory that a staging buffer may take: free bytes less a margin for training."""
+        """Device memory in bytes that a staging buffer may take: the free memory minus a margin
+        for training."""
         return 0
 
     def staging_buffer(self, nbytes: int) -> torch.Tensor:
-        """Allocate a staging buffer on the device, 1-D uint8. Not on the training thread.
+        """Allocate a staging buffer on the device, 1-D uint8. Must not be called on the training
+        thread.
 
         Raises:
             StagingMemoryError: ``nbytes`` exceeds :attr:`free_bytes`, or the allocation failed.
@@ -190,14 +198,14 @@ class CopyEngine(ABC):
         raise StagingMemoryError(f"{self.name} copies stage nothing: both are in host memory")
 
     def release_staging(self) -> None:  # noqa: B027 -- nothing to do
-        """Free the memory of staging buffers without references."""
+        """Free the memory of staging buffers to which no references are left."""
 
     def stage(self, parts: Sequence[Part]) -> list[list[Piece]]:
-        """Copy parts of the open version into a staging buffer, by the fence. Sources in host
-        memory are copied directly to their targets.
+        """Copy parts of the open version into a staging buffer, before the fence. Sources in
+        host memory are copied directly to their targets.
 
         Returns:
-            Pieces to drain for each part: from the buffer to the same targets.
+            For each part, the pieces to drain, from the buffer to the part's targets.
 
         Raises:
             CopyError: as in :meth:`copy`, or a part does not fit its place in the buffer.
@@ -207,7 +215,7 @@ class CopyEngine(ABC):
         raise NotImplementedError
 
     def drain(self, staged: Sequence[Piece], after: Any = None) -> CopyTicket:
-        """Copy staged pieces to their targets; no version need be open.
+        """Copy staged pieces to their targets. No version has to be open.
 
         Args:
             staged: pieces that :meth:`stage` returned.
@@ -220,16 +228,18 @@ class CopyEngine(ABC):
         raise NotImplementedError
 
     def fence(self) -> None:
-        """End the open version, if there is one; copies that drain continue.
+        """Close the open version, if there is one, so that nothing the caller does next changes
+        its copied bytes. Copies that drain continue.
 
-        Waits once, up to :data:`STUCK_SECS`, for a call of ``copy`` that does not return; its
-        version was already given up.
+        If a call of ``copy`` does not return, this waits for it up to :data:`STUCK_SECS`, but
+        only once; the version of such a call has been given up.
         """
         self._order.fence()
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Wait until every copy handed over is in host memory. Not on the training thread.
+        """Wait until the bytes of all calls of ``copy`` are in host memory. Must not be called
+        on the training thread.
 
         Raises:
             CopyOrderError: the engine is closed.
@@ -237,9 +247,9 @@ class CopyEngine(ABC):
         """
 
     def close(self) -> None:
-        """Wait for copies in flight and unregister all memory. May be called repeatedly, from any
-        thread. If a call does not return within :data:`STUCK_SECS`, the memory stays registered,
-        since it may still be written to."""
+        """Wait for copies in flight and unregister all memory. May be called repeatedly, from
+        any thread. If a call of ``copy`` does not return within :data:`STUCK_SECS`, the memory
+        stays registered, since that call may still write to it."""
         self._order.close()
 
 
@@ -247,8 +257,8 @@ class CopyEngine(ABC):
 
 
 class CheckedPieces(tuple[Piece, ...]):
-    """Pieces that :func:`byte_views` has checked, so that pieces copied with every version are
-    checked only once."""
+    """Pieces that :func:`byte_views` has checked. Pieces that are copied with every version are
+    thus checked only once."""
 
     @classmethod
     def of(cls, pieces: Iterable[Piece]) -> CheckedPieces:
@@ -257,12 +267,13 @@ class CheckedPieces(tuple[Piece, ...]):
 
     @cached_property
     def elsewhere(self) -> torch.device | None:
-        """The device of the first source that is not in host memory; None if all are there."""
+        """Device of the first source that is not in host memory; None if all sources are in host
+        memory."""
         return next((source.device for source, _ in self if source.device.type != "cpu"), None)
 
     @cached_property
     def addresses(self) -> tuple[tuple[int, int, int], ...]:
-        """Target address, source address and bytes of each piece."""
+        """Target address, source address and number of bytes of each piece."""
         return tuple(
             (target.data_ptr(), source.data_ptr(), target.numel()) for source, target in self
         )
@@ -271,17 +282,18 @@ class CheckedPieces(tuple[Piece, ...]):
 def own_pages(nbytes: int) -> torch.Tensor:
     """Allocate zeroed host memory on pages of its own, 1-D uint8.
 
-    Drivers register whole pages. A heap tensor that begins on the last of them would count as
-    partly registered, and the driver would refuse every copy to it.
+    Drivers register whole pages. Another heap tensor that begins on the last page of this memory
+    would count as partly registered, and the driver would refuse every copy to it.
     """
     return torch.frombuffer(mmap.mmap(-1, max(1, nbytes)), dtype=torch.uint8)[:nbytes]
 
 
 def host_bytes(view: torch.Tensor) -> memoryview:
-    """View a live 1-D uint8 tensor in host memory; the caller keeps the tensor alive.
+    """Return a view of a live 1-D uint8 tensor in host memory. The caller keeps the tensor
+    alive.
 
-    NumPy is not used: torch refuses to resize a storage that was exported to NumPy, and training
-    may resize this one.
+    Does not use NumPy: torch refuses to resize a storage that was exported to NumPy, and
+    training may resize the storage of this tensor.
     """
     return memoryview((ctypes.c_ubyte * view.numel()).from_address(view.data_ptr())).cast("B")
 
@@ -290,7 +302,8 @@ def byte_views(pieces: Iterable[Piece]) -> list[Piece]:
     """Check pieces.
 
     Returns:
-        The pieces without zero-size ones; sources are 1-D uint8 views of the same memory.
+        The pieces without those of size zero, with sources as 1-D uint8 views of the same
+        memory.
 
     Raises:
         CopyError: as in :meth:`CopyEngine.copy`.
@@ -316,7 +329,7 @@ def byte_views(pieces: Iterable[Piece]) -> list[Piece]:
 
 
 def contiguous(views: Sequence[Piece]) -> list[Piece]:
-    """Merge pieces that are adjacent in source and target memory; ``views`` as of
+    """Merge pieces that are adjacent in both source and target memory. ``views`` are pieces from
     :func:`byte_views`."""
     runs: list[list[Piece]] = []
     ends: tuple[int, ...] = ()
@@ -352,8 +365,8 @@ def _byte_view(source: torch.Tensor) -> torch.Tensor:
 
 
 class _CopyScope(AbstractContextManager[int]):
-    """See :meth:`CallOrder.copying`. A class, since a generator would double the cost of a
-    chunk."""
+    """Implements :meth:`CallOrder.copying`, as a class because a generator would double the cost
+    of a chunk."""
 
     __slots__ = ("_order",)
 
@@ -368,17 +381,18 @@ class _CopyScope(AbstractContextManager[int]):
 
 
 class CallOrder:
-    """Enforces the order of an engine's calls, and counts the calls of :meth:`CopyEngine.copy` in
-    progress."""
+    """Enforces the order in which an engine's methods are called, and counts the calls of
+    :meth:`CopyEngine.copy` in progress."""
 
     def __init__(self) -> None:
         self._open = self.closed = False
         self._version = 0
         self._active = 0
         self._draining = 0
-        self._stuck = False  # A call is still running although a wait for it has timed out
-        # Guards all fields: once ``fence`` has set ``_open`` to False, no copy can begin, and
-        # ``_active`` counts exactly those that it has to wait for.
+        # True if a call is still running although a wait for it has timed out
+        self._stuck = False
+        # Guards all fields. Once ``fence`` has set ``_open`` to False, no copy can begin, and
+        # ``_active`` is the number of copies for which it has to wait.
         self._changed = threading.Condition()
 
     def begin(self) -> None:
@@ -392,12 +406,12 @@ class CallOrder:
             self._version += 1
 
     def copying(self) -> AbstractContextManager[int]:
-        """Context of one copy; ``fence`` and ``close`` wait for its end. Gives the number of the
-        version."""
+        """Return the context of one copy, for whose end ``fence`` and ``close`` wait. Entering
+        it returns the number of the version."""
         return _CopyScope(self)
 
     def enter(self) -> int:
-        """A copy begins. Returns the version's number."""
+        """Record that a copy begins, and return the number of the open version."""
         with self._changed:
             if not self._open:
                 state = "the engine is closed" if self.closed else "no version is open"
@@ -406,16 +420,17 @@ class CallOrder:
             return self._version
 
     def leave(self) -> None:
-        """A copy has ended."""
+        """Record that a copy has ended."""
         with self._changed:
             self._active -= 1
             self._stuck = self._stuck and self._active > 0
-            if not self._open:  # only then can ``fence`` or ``close`` be waiting
+            if not self._open:  # Only then can ``fence`` or ``close`` be waiting
                 self._changed.notify_all()
 
     @contextmanager
     def draining(self) -> Iterator[None]:
-        """Context of one copy of staged bytes; ``close`` waits for its end, ``fence`` does not."""
+        """Context of one copy of staged bytes, for whose end ``close`` waits but ``fence`` does
+        not."""
         with self._changed:
             self.check_not_closed("drain")
             self._draining += 1
@@ -427,8 +442,8 @@ class CallOrder:
                 self._changed.notify_all()
 
     def fence(self) -> bool:
-        """Let no further copy begin, and wait for those in progress, except a stuck one. Returns
-        whether a version was open."""
+        """Let no further copy begin, and wait for those in progress, except one that is known to
+        be stuck. Return whether a version was open."""
         with self._changed:
             if not self._open:
                 return False
@@ -437,8 +452,8 @@ class CallOrder:
             return True
 
     def _await(self, ended: Callable[[], bool]) -> bool:
-        """Wait for calls to end; for a stuck one only the first time. Returns whether all have
-        ended."""
+        """Wait until ``ended`` returns True; if a wait has timed out before, do not wait again.
+        Return whether all calls have ended."""
         if not self._stuck and not self._changed.wait_for(ended, STUCK_SECS):
             self._stuck = True
             logger.error("a call that copies a version has not returned after %.0f s", STUCK_SECS)
@@ -449,8 +464,8 @@ class CallOrder:
             raise CopyOrderError(f"{what}: the engine is closed; expected it before close()")
 
     def close(self) -> bool:
-        """Like :meth:`fence`, permanently; waits for draining copies too. Returns False if it was
-        closed before, or a call is stuck."""
+        """Do what :meth:`fence` does, permanently, and also wait for copies that drain. Return
+        False if this was closed before, or a call is stuck."""
         with self._changed:
             if self.closed:
                 return False
@@ -462,7 +477,7 @@ class CallOrder:
 
 
 STRIDE_BYTES = 8 * 2**20
-"""Bytes copied between two checks whether the engine was closed: about a millisecond."""
+"""Bytes copied between two checks whether the engine was closed; takes about a millisecond."""
 
 
 def copy_on_host(source: torch.Tensor, target: torch.Tensor, closed: Callable[[], bool]) -> None:
@@ -482,7 +497,7 @@ def _copy_range(target: int, source: int, nbytes: int, closed: Callable[[], bool
 
 
 class CpuCopyEngine(CopyEngine):
-    """The copy engine of training on CPUs. See :mod:`reft.snapshot.copy_engine`."""
+    """The copy engine for training on CPUs. See :mod:`reft.snapshot.copy_engine`."""
 
     name = "cpu"
     asynchronous = False
@@ -516,9 +531,9 @@ class CpuCopyEngine(CopyEngine):
 
         Args:
             cut: all chunks of the block.
-            chunks: first chunk, and the one after the last.
-            hasher: continues the block's checksum.
-            until: stop flag that another thread sets; see :class:`reft.snapshot.gate.Permit`.
+            chunks: index of the first chunk, and index after the last one.
+            hasher: hasher that holds the block's checksum so far.
+            until: stop flag, which another thread sets; see :class:`reft.snapshot.gate.Permit`.
 
         Returns:
             Number of chunks copied, at least one.

@@ -1,8 +1,10 @@
-"""Copies from a device into host memory, on a stream of their own.
+"""The copy engine for devices (CUDA, ROCm), which copies into host memory on a separate stream
+(the *side stream*).
 
-The side stream waits for an event of the compute stream. Then DMA writes directly into the arena,
-which was registered with the driver once. The fence makes the compute stream wait for the side
-stream. Only threads in ``synchronize``, ``wait`` and ``secs_of`` wait for the device.
+The side stream waits for an event of the compute stream. Then the device writes by DMA directly
+into the arena, which was registered (pinned) with the driver once. The fence makes the compute
+stream wait for the side stream. Only threads in ``synchronize``, ``wait`` and ``secs_of`` wait
+for the device.
 
 If registration fails, copies go through the driver's own buffers (P6): this is slower, needs
 one more copy on the host, and the copying thread waits.
@@ -47,11 +49,11 @@ logger = logging.getLogger(__name__)
 
 _left_streams: dict[torch.device, list[Any]] = {}
 """Streams of closed engines, to be reused in this process. A stream must not be destroyed while
-torch's allocator caches blocks that were allocated on it: the allocator synchronizes the stream
-when it frees them."""
+torch's allocator caches memory that was allocated on it: the allocator synchronizes the stream
+when it frees that memory."""
 _lock = threading.Lock()  # Guards _left_streams: engines may be created on several threads
 
-# Most bytes that one driver call registers: 32 GiB. Some drivers refuse 64 GiB.
+# Largest number of bytes that one driver call registers: 32 GiB. Some drivers refuse 64 GiB.
 CHUNK_BYTES = 2**35
 
 
@@ -59,13 +61,15 @@ class PinnedRanges:
     """Host memory that one device can write to directly: registered ("pinned") with its driver.
 
     Memory is pinned once per arena, in chunks: one call for a very large range fails on some
-    drivers, a call for zero bytes on all. A copy must not cross from one chunk into the next, since
-    drivers treat them as different allocations; :meth:`split` cuts there. Thread-safe.
+    drivers, and a call for zero bytes fails on all. A copy must not cross from one chunk into
+    the next, since drivers treat chunks as different allocations; :meth:`split` cuts copies at
+    these borders. Thread-safe.
 
     Args:
-        pin: registers ``(address, nbytes)``; raises the driver's error.
-        unpin: unregisters the chunk at an address; may raise.
-        chunk_bytes: most bytes per call of ``pin``; a multiple of the page size.
+        pin: function that registers ``(address, nbytes)``; raises the driver's error.
+        unpin: function that unregisters the chunk at an address; may raise.
+        chunk_bytes: largest number of bytes for one call of ``pin``; a multiple of the page
+            size.
     """
 
     def __init__(
@@ -77,23 +81,25 @@ class PinnedRanges:
         self._pin = pin
         self._unpin = unpin
         self._chunk_bytes = chunk_bytes
-        # Held while memory is pinned and unpinned, so that two threads never register the same
-        # pages, and the driver's state and ``_pinned`` agree.
+        # Held while memory is pinned or unpinned, so that two threads never register the same
+        # pages, and ``_pinned`` agrees with the driver's state.
         self._lock = threading.Lock()
         self._pinned: dict[tuple[int, int], tuple[list[tuple[int, int]], Any]] = {}
-        """Chunks ``(start, stop)`` of each registered memory, and the array that keeps it
+        """For each registered memory, its chunks ``(start, stop)`` and the array that keeps it
         mapped."""
-        # All chunks in order. Replaced as a whole, so that ``split`` reads it without the lock.
+        # All chunks in order of address. The list is replaced as a whole, so ``split`` may read
+        # it without the lock.
         self._chunks: list[tuple[int, int]] = []
 
     def add(self, memory: memoryview | torch.Tensor) -> None:
-        """Register memory completely, or not at all if the driver refuses a part.
+        """Register memory completely, or not at all if the driver refuses a part of it.
 
-        Registering the same memory or a part of it again has no effect. Whole pages are registered:
-        other registered memory must not share a page with it. A mapping never does.
+        Registering the same memory or a part of it again has no effect. Since whole pages are
+        registered, other registered memory must not share a page with this one. Mapped files
+        never do.
 
         Raises:
-            RuntimeError: the driver refused; any other error of ``pin`` is raised too.
+            RuntimeError: the driver refused. Any other error of ``pin`` is raised as well.
         """
         array = _view_bytes(memory)
         start, stop = _extent(array)
@@ -118,7 +124,7 @@ class PinnedRanges:
             self._index()
 
     def remove(self, memory: memoryview | torch.Tensor) -> None:
-        """Unregister exactly the memory that was passed to :meth:`add`; any other is ignored."""
+        """Unregister memory that was passed to :meth:`add`. Any other memory is ignored."""
         extent = _extent(_view_bytes(memory))
         with self._lock:
             if extent in self._pinned:
@@ -131,7 +137,8 @@ class PinnedRanges:
                 self._forget(next(reversed(self._pinned)))
 
     def _forget(self, extent: tuple[int, int]) -> None:
-        # First remove it from the index: a copy must not treat memory as pinned that is not.
+        # Remove it from the index first: a copy must not treat memory as pinned that no longer
+        # is.
         chunks, _kept = self._pinned.pop(extent)
         self._index()
         for at, _ in chunks:
@@ -144,7 +151,7 @@ class PinnedRanges:
         """Cut ``[address, address + nbytes)`` at the borders of chunks.
 
         Returns:
-            ``(nbytes, pinned)`` of each part, in order.
+            For each part in order, ``(nbytes, pinned)``: its size, and whether it is pinned.
         """
         chunks, parts, stop = self._chunks, [], address + nbytes
         while address < stop:
@@ -160,7 +167,7 @@ class PinnedRanges:
 
 
 def _view_bytes(memory: memoryview | torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """View memory as bytes. A mapping stays mapped while the view exists."""
+    """Return a view of memory as bytes. Mapped memory stays mapped as long as the view exists."""
     if isinstance(memory, torch.Tensor):
         return memory.detach().reshape(-1).view(torch.uint8).numpy()
     return np.frombuffer(memory, np.uint8)
@@ -172,32 +179,34 @@ def _extent(array: np.ndarray[Any, np.dtype[np.uint8]]) -> tuple[int, int]:
 
 
 _MARGIN_PART, _LEAST_MARGIN_BYTES = 0.05, 512 * 2**20
-"""Margin that a staging buffer leaves free, as a fraction of device memory and in bytes: kernels
-are loaded late, and libraries allocate workspace."""
+"""Device memory that a staging buffer leaves free, as a fraction of the total and in bytes,
+because kernels are loaded late and libraries allocate workspace."""
 
 _MS = 1e-3  # Seconds per unit of ``Event.elapsed_time``
 
 
 class _DeviceTicket(CopyTicket):
-    """One copy: the event at its end, the events it waits for, and the tensors it uses."""
+    """One copy: the event at its end, the events for which it waits, and the tensors that it
+    uses."""
 
     def __init__(self, module: Any, pieces: Sequence[Piece], *, drains: bool = False) -> None:
         super().__init__()
-        self.drains = drains  # Drains a version that was already fenced
+        # True if the copy drains staged bytes of a version that was already fenced
+        self.drains = drains
         self.waits: list[Any] = []
         self.queued_secs = time.perf_counter()
         self.ended = module.Event(enable_timing=True, blocking=True)
         self.keep_alive: list[Piece] = list(pieces)
 
     def keep(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
-        """Yield pieces and hold references to their tensors."""
+        """Yield the pieces, and hold references to their tensors."""
         for piece in pieces:
             for view in byte_views([piece]):
                 self.keep_alive.append(view)
                 yield view
 
     def follow(self, event: Any, stream: Any) -> None:
-        """Make ``stream`` wait for ``event`` before this copy."""
+        """Make ``stream`` wait for ``event`` before it starts this copy."""
         stream.wait_event(event)
         self.waits.append(event)
 
@@ -210,14 +219,15 @@ class _DeviceTicket(CopyTicket):
     def settle(self, secs_of: Callable[[Any], float], free_secs: float) -> float:
         """Compute the times of the copy and release its tensors, after all events have passed.
 
-        The copy began when it was queued, its events had passed, and its stream was free.
+        The copy began at the latest of three times: when it was queued, when the last event for
+        which it waits had passed, and when its stream became free.
 
         Args:
-            secs_of: time of an event, seconds of ``time.perf_counter()``.
-            free_secs: time at which its stream had finished the copy before.
+            secs_of: returns the time of an event in seconds of ``time.perf_counter()``.
+            free_secs: time at which the copy's stream had finished the previous copy.
 
         Returns:
-            Time at which the copy ended.
+            The time at which the copy ended.
         """
         ended = secs_of(self.ended)
         began = max(self.queued_secs, free_secs, *map(secs_of, self.waits))
@@ -227,16 +237,17 @@ class _DeviceTicket(CopyTicket):
 
 
 class DeviceCopyEngine(CopyEngine):
-    """The copy engine of devices. See :mod:`reft.snapshot.copy_engine`.
+    """The copy engine for devices. See :mod:`reft.snapshot.copy_engine`.
 
     Args:
-        device: the device that trains.
+        device: the device on which this rank trains.
         vendor: driver functions of that device.
-        chunk_bytes: most bytes registered by one call of the driver.
+        chunk_bytes: largest number of bytes that one call of the driver registers.
     """
 
     asynchronous = True
-    # Queueing takes the host about 40 microseconds, the copy 75 microseconds at 55 GB/s
+    # The host needs about 40 microseconds to queue a copy; copying this many bytes takes 75
+    # microseconds at 55 GB/s
     least_chunk_bytes = 4 * 2**20
 
     def __init__(
@@ -250,7 +261,7 @@ class DeviceCopyEngine(CopyEngine):
         self._warned: set[str] = set()
         self._own: list[Any] = []  # Streams that only this engine uses
         self._side = self._own_stream()
-        # Separate from the side stream, since the next fence waits for the side stream.
+        # Drains have a stream of their own, because the next fence waits for the side stream.
         self.drain_stream = self._own_stream()
         self._staged: _DeviceTicket | None = None  # Newest copy to the staging buffer
         self._staging_pool: Any = None  # Memory pool of the newest staging buffer
@@ -265,8 +276,8 @@ class DeviceCopyEngine(CopyEngine):
     # -- streams ---------------------------------------------------------------------------------
 
     def _own_stream(self) -> Any:
-        """Reuse the stream of a closed engine, or create one. torch's own pool is the last resort:
-        communicators may use the same stream from it."""
+        """Return the stream of a closed engine, or a new one. A stream from torch's own pool is
+        the last resort, because communicators may use the same stream from that pool."""
         with _lock:
             left = _left_streams.setdefault(self.device, [])
             if left:
@@ -303,7 +314,8 @@ class DeviceCopyEngine(CopyEngine):
     def unregister(self, memory: memoryview | torch.Tensor) -> None:
         if not self._order.closed:
             self._vendor.enter(self.device)
-            # DMA may still be writing to the memory, which must stay pinned until then.
+            # Wait, since DMA may still be writing to the memory, which must stay pinned until
+            # that has ended.
             self._side.synchronize()
             self.drain_stream.synchronize()
             self._pinned.remove(memory)
@@ -336,8 +348,8 @@ class DeviceCopyEngine(CopyEngine):
         return event
 
     def fence(self) -> None:
-        # ``_order.fence`` closes the version first, and waits for calls of ``copy`` in progress:
-        # no copy can be queued after the event that the compute stream waits for.
+        # ``_order.fence`` first closes the version and waits for calls of ``copy`` in progress,
+        # so no copy can be queued after the event for which the compute stream waits.
         if self._order.fence() and self._copied_version:
             event = self._module.Event()
             event.record(self._side)
@@ -357,15 +369,18 @@ class DeviceCopyEngine(CopyEngine):
     def _of_version(
         self, parts: Sequence[tuple[Sequence[Piece], Encode | None]], after: Any = None
     ) -> Iterator[tuple[_DeviceTicket, Iterator[Iterator[Piece]]]]:
-        """Queue pieces of the open version with one event at their end.
+        """Context in which the caller queues pieces of the open version; an event is recorded
+        after them.
 
         Args:
-            parts: pieces of each part, and the function that encodes after them.
+            parts: for each part, its pieces, and a function that encodes further pieces after
+                them.
             after: the copies start no earlier than at this stamp.
 
         Yields:
-            The ticket, and for each part an iterator over the device's pieces. The caller queues
-            each piece before it requests the next, since an encoder may reuse its memory.
+            The ticket, and for each part an iterator over the pieces that are on the device. The
+            caller must queue each piece before it requests the next, since an encoder may reuse
+            the memory.
         """
         checked = [contiguous(byte_views(pieces)) for pieces, _ in parts]
         views = list(chain.from_iterable(checked))
@@ -379,7 +394,7 @@ class DeviceCopyEngine(CopyEngine):
             ticket = _DeviceTicket(self._module, views)
             with self._lock:
                 # The first copy of a version waits for the point where the state became final.
-                # Later ones are after it on the same stream, which runs in order.
+                # Later copies follow it on the same stream, which runs in order.
                 if version != self._copied_version:
                     self._open(version)
                     ticket.follow(self._begun, self._side)
@@ -393,7 +408,7 @@ class DeviceCopyEngine(CopyEngine):
                 yield ticket, handed_over
 
     def _off_host(self, views: Iterable[Piece]) -> Iterator[Piece]:
-        """Yield the pieces on the device; copy those in host memory on this thread."""
+        """Yield the pieces that are on the device, and copy those in host memory on this thread."""
         for source, target in views:
             if source.device.type == "cpu":
                 copy_on_host(source, target, self._closed)
@@ -404,7 +419,7 @@ class DeviceCopyEngine(CopyEngine):
 
     @property
     def free_bytes(self) -> int:
-        # Memory that torch has reserved counts as used: training will reach its peak again.
+        # Count memory that torch has reserved as used: training will reach its peak again.
         free, total = self._module.mem_get_info(self.device)
         return max(0, int(free - max(_LEAST_MARGIN_BYTES, _MARGIN_PART * total)))
 
@@ -424,10 +439,10 @@ class DeviceCopyEngine(CopyEngine):
             ) from error
 
     def _new_staging_pool(self) -> AbstractContextManager[None]:
-        """Make torch allocate from a separate pool, whose memory can be freed.
+        """Make torch allocate from a separate memory pool, whose memory can be freed.
 
-        Otherwise a freed buffer would stay in the cache of the side stream, where training cannot
-        use it. torch before 2.5 has no such pools.
+        Otherwise a freed buffer would stay in the cache of the side stream, where training
+        cannot use it. torch before 2.5 does not have such pools.
         """
         if not hasattr(self._module, "MemPool"):
             return nullcontext()
@@ -438,8 +453,8 @@ class DeviceCopyEngine(CopyEngine):
         return context
 
     def release_staging(self) -> None:
-        # The pool's destructor frees memory that no tensor uses. The driver may wait for the
-        # device meanwhile.
+        # The pool's destructor frees memory that no tensor uses; the driver may wait for the
+        # device to do so.
         self._staging_pool = None
 
     def stage(self, parts: Sequence[Part]) -> list[list[Piece]]:
@@ -458,8 +473,8 @@ class DeviceCopyEngine(CopyEngine):
         ticket = _DeviceTicket(self._module, views, drains=True)
         with self._order.draining():
             self._vendor.enter(self.device)
-            # The first drain waits until the bytes are in the staging buffer, which the side
-            # stream fills. Later drains are after it on the drain stream.
+            # The first drain waits until the side stream has filled the staging buffer. Later
+            # drains follow it on the drain stream.
             if self._staged is not None:
                 ticket.follow(self._staged.ended, self.drain_stream)
                 self._staged = None
@@ -472,8 +487,8 @@ class DeviceCopyEngine(CopyEngine):
 
     @contextmanager
     def _recorded(self, ticket: _DeviceTicket, stream: Any) -> Iterator[None]:
-        """Queue the copies of a ticket on a stream. After an error the event is recorded too, so
-        that ``synchronize`` waits for the part that was queued."""
+        """Context in which the copies of a ticket are queued on a stream. The event at their end
+        is recorded even after an error, so that ``synchronize`` waits for what was queued."""
         try:
             with self._module.stream(stream):
                 yield
@@ -485,10 +500,11 @@ class DeviceCopyEngine(CopyEngine):
     # -- inside a copy ---------------------------------------------------------------------------
 
     def _open(self, version: int) -> None:
-        """Record the first copy of a version."""
+        """Note that a version's first copy begins."""
         assert self._begun is not None
         self._copied_version = version
-        # Versions that were given up are never synchronized: release the tensors of their copies.
+        # Versions that were given up are never synchronized, so release the tensors of their
+        # copies here.
         self._tickets = [t for t in self._tickets if t.drains or not t.done()]
 
     def _copy_piece(self, source: torch.Tensor, target: torch.Tensor, stream: Any) -> None:
@@ -496,7 +512,7 @@ class DeviceCopyEngine(CopyEngine):
         for nbytes, pinned in self._pinned.split(target.data_ptr(), target.numel()):
             part = slice(at, at + nbytes)
             target[part].copy_(source[part], non_blocking=True)
-            # Only copies to pinned memory can stay queued: wait for each other part.
+            # Only a copy to pinned memory can stay queued; wait for each copy to other memory.
             if not pinned:
                 stream.synchronize()
             at += nbytes
@@ -511,7 +527,7 @@ class DeviceCopyEngine(CopyEngine):
         for ticket in tickets:
             ticket.wait()
         anchor, anchor_secs = self._anchor()
-        # Time at which the side stream (False) and the drain stream (True) were free
+        # Time at which the side stream (False) and the drain stream (True) became free
         free_secs = {False: 0.0, True: 0.0}
         for ticket in tickets:
             free_secs[ticket.drains] = ticket.settle(
@@ -531,14 +547,14 @@ class DeviceCopyEngine(CopyEngine):
         return [anchor_secs - stamp.elapsed_time(anchor) * _MS for stamp in stamps]
 
     def _anchor(self) -> tuple[Any, float]:
-        """Record an event that ties the device's clock to the host's.
+        """Record an event whose time is known on both the device's and the host's clock.
 
         Returns:
-            The event, which has passed, and its time, seconds of ``time.perf_counter()``.
+            The event, which has passed, and its time in seconds of ``time.perf_counter()``.
         """
         anchor: Any = self._module.Event(enable_timing=True)
-        # The caller has waited for its own copies on this stream. Copies of another thread only
-        # delay the event.
+        # The caller has waited for its own copies on this stream. Copies of another thread would
+        # only delay the event.
         anchor.record(self._side)
         anchor.synchronize()
         return anchor, time.perf_counter()
@@ -560,10 +576,11 @@ class DeviceCopyEngine(CopyEngine):
 
 
 def _into_buffer(views: Iterable[Piece], buffer: torch.Tensor) -> list[Piece]:
-    """Queue a copy of each source to a staging buffer, before the next source is requested.
+    """Queue a copy of each source into a staging buffer, each before the next source is
+    requested.
 
     Returns:
-        Pieces from the buffer to the targets.
+        The pieces to copy from the buffer to the targets.
 
     Raises:
         CopyError: the buffer is too small.
@@ -579,8 +596,8 @@ def _into_buffer(views: Iterable[Piece], buffer: torch.Tensor) -> list[Piece]:
 
 
 def copy_engine_for(device: torch.device | str) -> CopyEngine:
-    """Create the engine for tensors on ``device``. Raises UnsupportedStateError if there is none
-    for its type."""
+    """Create the copy engine for tensors on ``device``. Raises UnsupportedStateError if there is
+    none for this type of device."""
     device = torch.device(device)
     if device.type == "cpu":
         return CpuCopyEngine()

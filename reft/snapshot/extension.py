@@ -40,11 +40,12 @@ from reft.snapshot.version import SkipCause
 
 @dataclass(frozen=True)
 class Halt:
-    """Result of a vote: training must not continue with this state.
+    """What :meth:`VersionFeature.voted` returns if training must not continue with the current
+    state.
 
     Attributes:
         why: reason for the log and for the job's error message.
-        restarts: whether the newest committed version may be resumed.
+        restarts: whether the job may restart from the newest committed version.
     """
 
     why: str
@@ -53,14 +54,15 @@ class Halt:
 
 @dataclass(frozen=True)
 class CopiedVersion:
-    """A version whose own blocks are in this rank's arena.
+    """A version after this rank's own blocks were copied into the arena.
 
     Attributes:
-        images: live tensors that it was copied from; the next step may already be changing them.
-        writer: its arena, with checksums.
+        images: live tensors from which the version was copied; the next step may already be
+            changing them.
+        writer: writer of the version's arena, with the checksums.
         captured: data that features captured on the training thread, by feature.
-        variant: when its bytes were copied.
-        is_paced: its chunks were copied in windows.
+        variant: variant by which the bytes were copied (when in the step).
+        is_paced: whether the copy was restricted to windows.
         records: time and size of each copied chunk.
     """
 
@@ -82,9 +84,9 @@ class VoteResult:
 
     Attributes:
         label: the version.
-        ok: every rank has copied it or, if ``is_final``, sealed it.
-        is_final: this was the second vote: ``ok`` commits the version.
-        has_committed: a version was committed since the trainers started.
+        ok: whether every rank has copied the version or, if ``is_final``, sealed it.
+        is_final: whether this was the second vote, in which ``ok`` commits the version.
+        has_committed: whether any version was committed since the trainers started.
     """
 
     label: VersionId
@@ -103,58 +105,60 @@ class VersionFeature:
     """
 
     name = ""
-    """Key of this feature's numbers in a ballot."""
+    """Name of the feature, and key of its numbers in a ballot."""
 
     # -- training thread ---------------------------------------------------------------------------
 
     def handed_over(self, label: VersionId, *, goes_back: bool) -> None:
-        """The training thread hands a version over.
+        """Called on the training thread when it hands a version to the worker.
 
         Args:
             label: the version.
-            goes_back: an older version was loaded since the previous hand-over.
+            goes_back: whether an older version was loaded since the previous hand-over.
         """
 
     # -- the bytes of a version --------------------------------------------------------------------
 
     def read(self, images: LiveImages, label: VersionId, engine: CopyEngine, gate: Gate) -> None:
-        """Copy more of the same state, such as tensors that only this feature needs.
+        """Copy more of the version's state, such as tensors that only this feature needs.
 
         Args:
             images: live tensors, still unchanged.
             label: name of the version.
-            engine: copies the bytes; an asynchronous engine queues the copies.
+            engine: copy engine to use; an asynchronous engine queues the copies.
             gate: admits each copy if the engine is synchronous.
         """
 
     def inspect(self, version: CopiedVersion) -> SkipCause | None:
-        """Inspect the copied bytes. Returns why the version must not be sealed, or None."""
+        """Inspect the copied bytes. Return the cause why the version must not be sealed, or
+        None."""
         return None
 
     def fill(self, version: CopiedVersion) -> None:
-        """Write blocks that peers would otherwise send. Must not raise: peers are waiting."""
+        """Write blocks into the arena that peers would otherwise send. Must not raise, because
+        peers are waiting."""
 
     def compare(self, version: CopiedVersion) -> SkipCause | None:
-        """Compare this rank's checksums with those of its peers. Collective in the sharding group.
-        Returns why the version must not be sealed, or None."""
+        """Compare this rank's checksums with those of its peers. Collective in the sharding
+        group. Return the cause why the version must not be sealed, or None."""
         return None
 
     def exchanged(self, version: CopiedVersion) -> None:
-        """All bytes from peers have arrived. Collective."""
+        """Called after all bytes from peers have arrived. Collective."""
 
     def committed(self, version: CopiedVersion) -> None:
-        """Every rank has sealed the version. An error here is only logged."""
+        """Called after every rank has sealed the version. An error raised here is only logged."""
 
     # -- votes -------------------------------------------------------------------------------------
 
     def neutral_ballot(self) -> tuple[int, ...]:
-        """Return the numbers with no effect on a vote; always the same count as in
-        :meth:`ballot`."""
+        """Return numbers that have no effect on a vote, always as many as :meth:`ballot`
+        returns."""
         return ()
 
     def ballot(self, cause: SkipCause | None, layout: GroupLayout | None) -> tuple[int, ...]:
-        """Return the numbers that this rank adds to a vote. :meth:`voted` receives the maximum over
-        all ranks of each number.
+        """Return the numbers that this rank contributes to a vote. :meth:`voted` receives, for
+        each number, the maximum over all ranks.
 
         Args:
             cause: why this rank votes against the version; None if it votes for it.
@@ -163,38 +167,38 @@ class VersionFeature:
         return self.neutral_ballot()
 
     def delays_votes(self, numbers: tuple[int, ...]) -> bool:
-        """Return whether this rank will be busy before the next vote if the result has these
-        numbers.
+        """Return whether this rank will need time before the next vote if a vote results in
+        these numbers.
         """
         return False
 
     def voted(self, result: VoteResult, numbers: tuple[int, ...]) -> Halt | None:
-        """A vote has ended. Collective.
+        """Called after a vote. Collective.
 
         Args:
-            result: the vote on the version.
+            result: result of the vote on the version.
             numbers: the maximum over all ranks of each number in their ballots.
 
         Returns:
-            Why training must stop; None to continue.
+            The reason why training must stop; None to continue.
         """
         return None
 
     # -- memory and peers --------------------------------------------------------------------------
 
     def laid_out(self, layout: GroupLayout) -> None:
-        """All ranks have agreed on a new layout. Collective."""
+        """Called after all ranks have agreed on a new layout. Collective."""
 
     def forget_arenas(self) -> None:
-        """Release all mappings of arenas: their memory is about to be replaced (P9)."""
+        """Release all mappings of arenas, because their memory is about to be replaced (P9)."""
 
     def rejoined(self) -> None:
-        """The ranks have reconnected after a failure. Some may have missed the last messages, so
-        state that depends on votes is reset. Collective."""
+        """Reset state that depends on votes. Called after the ranks have reconnected following a
+        failure, since some may have missed the last messages. Collective."""
 
 
 class SchemePolicy(VersionFeature, ABC):
-    """Decides which protection the versions have, and when that changes."""
+    """Decides which protection scheme versions have, and when it changes."""
 
     name = "scheme"
 
@@ -204,23 +208,23 @@ class SchemePolicy(VersionFeature, ABC):
         """Scheme of the next layout."""
 
     def fit(self, label: VersionId, layout: GroupLayout) -> GroupLayout:
-        """Fit a new layout to the memory of all nodes, before its memory is reserved.
-        Collective."""
+        """Return the layout to use instead of a new layout that may not fit into the memory of
+        all nodes. Called before memory is reserved. Collective."""
         return layout
 
     def change(self, label: VersionId, layout: GroupLayout | None) -> GroupLayout | None:
-        """Change the protection after the version ``label`` if the votes requested it. Collective.
-        Returns the layout of the next version."""
+        """Change the protection after the version ``label`` if the votes requested it.
+        Collective. Return the layout of the next version."""
         return layout
 
     @property
     def is_due(self) -> bool:
-        """Whether :meth:`change` will change something now; the same on all ranks."""
+        """Whether a call of :meth:`change` would change something now; the same on all ranks."""
         return False
 
 
 class FixedScheme(SchemePolicy):
-    """One protection for the whole job."""
+    """The policy that uses one protection scheme for the whole job."""
 
     def __init__(self, scheme: Scheme) -> None:
         self._scheme = scheme

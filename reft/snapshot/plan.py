@@ -1,7 +1,9 @@
-"""The shard plan: which bytes of the stage image each member copies, and their place in its arena.
+"""The shard plan: which bytes of the stage image each member of a sharding group stores, and
+where in its arena.
 
-The plan is a pure function of section sizes, placement and block size: every rank computes the same
-plan without communication. A *stage image* is the state of one (pp, tp) as a sequence of bytes:
+The plan is a pure function of section sizes, placement and block size: every rank computes the
+same plan without communication. A *stage image* is the state of one (pp, tp) as a sequence of
+bytes, in three sections:
 
 - ``replicated``: equal on every data-parallel peer, cut into D contiguous shards, one per member;
 - ``owned``: the ZeRO partition of a single member;
@@ -9,13 +11,15 @@ plan without communication. A *stage image* is the state of one (pp, tp) as a se
   length. It belongs to its member like a partition.
 
 Schemes: ``arc`` keeps copies, ``aec`` one XOR parity, ``rs:K`` K Reed-Solomon parities, ``X+Y``
-both. :class:`~reft.protect.placement.GroupPlacement` says who keeps whose bytes: ``kept_by(m)`` is
-member m itself, then its successors on the ring; ``holders_of(m)`` is m, then its predecessors.
+both. :class:`~reft.protect.placement.GroupPlacement` determines which members store which bytes:
+``kept_by(m)`` lists the members whose bytes m stores (m, then its successors on the ring);
+``holders_of(m)`` lists the members that store the bytes of m (m, then its predecessors).
 
 With an erasure code (AEC of the REFT paper) a member also stores parity blocks of the replicated
-section, computed from its own replica, and sends the checksums of its replicated blocks to its ring
-peers with its host block. If peers' optimizers are recomputed (AOR of the REFT paper), it also
-reserves space for the gradients of their partitions, after all blocks of the version.
+section, computed from its own replica, and sends the checksums of its replicated blocks to its
+ring peers with its host block. If it recomputes peers' optimizers (AOR of the REFT paper), it
+also reserves space for the gradients of these peers' partitions, after all blocks of the
+version.
 """
 
 from __future__ import annotations
@@ -42,24 +46,27 @@ class Block:
     """Unit of placement, checksum and transfer."""
 
     key: BlockKey
-    # Offset in the section's image (replicated: the stage's; owned and host: the member's)
+    # Offset in bytes in the section's image (the stage's for replicated blocks, the member's for
+    # owned and host blocks)
     start_bytes: int
-    nbytes: int  # Length; for host blocks the reserved length, the true one is set when sealing
+    # Length in bytes; for a host block the reserved length (the true one is set when the arena
+    # is sealed)
+    nbytes: int
 
 
 @dataclass(frozen=True)
 class SectionSizes:
-    """Bytes of every section of one sharding group."""
+    """Sizes in bytes of the sections of one sharding group."""
 
-    replicated_bytes: int  # Image that all members share
-    owned_bytes: tuple[int, ...]  # ZeRO partition of each member
+    replicated_bytes: int  # Replicated image, equal on all members
+    owned_bytes: tuple[int, ...]  # ZeRO partition of each member, by dp index
     host_bytes: tuple[int, ...]  # Capacity reserved for the encoded host state of each member
-    # Gradients of each member's partition if peers recompute it; otherwise empty or zeros
+    # Gradients for each member's partition if peers recompute it; otherwise empty or zeros
     gradient_bytes: tuple[int, ...] = ()
 
     @property
     def recomputed(self) -> bool:
-        """Whether ring peers recompute the partitions of their owners."""
+        """Whether ring peers recompute partitions (AOR) instead of receiving them."""
         return any(self.gradient_bytes)
 
 
@@ -79,16 +86,16 @@ class PlacedBlock:
 class MemberPlan:
     """Blocks that one member stores: its own first, then the redundant ones."""
 
-    member: int  # Data-parallel index
+    member: int  # Data-parallel index of the member
     own: tuple[PlacedBlock, ...]  # Blocks of the member's own shard, partition and host state
-    # Blocks stored for ring successors. Replicated ones are cut from the member's own replica;
-    # owned, host and checksum blocks arrive from their owner.
+    # Blocks stored for ring successors. Replicated blocks are copied from the member's own
+    # replica; owned, host and checksum blocks are sent by their owner.
     redundant: tuple[PlacedBlock, ...]
-    data_bytes: int  # Size of the arena's data region
+    data_bytes: int  # Size of the arena's data region in bytes
     parity: tuple[PlacedBlock, ...] = ()  # Parity blocks, encoded from the member's own replica
-    # Source blocks and coefficients of each parity block
+    # The parity block's description by its key, with source blocks and coefficients
     terms: Mapping[BlockKey, CodedBlock] = field(default_factory=dict)
-    # Space for the gradients of the peers' partitions; not part of the version
+    # Space for gradients of peers' partitions, which are not part of the version
     gradients: tuple[PlacedBlock, ...] = ()
 
     @property
@@ -97,14 +104,14 @@ class MemberPlan:
 
     @cached_property
     def local(self) -> tuple[PlacedBlock, ...]:
-        """Blocks that are copied from the member's own device; peers send the others."""
+        """Blocks that are copied from the member's own device; peers send all others."""
         own = tuple(b for b in self.own if b.key.section is not Section.CHECKSUMS)
         kept = tuple(b for b in self.redundant if b.key.section is Section.REPLICATED)
         return own + kept + self.parity + self.gradients
 
     @cached_property
     def device_bytes(self) -> Mapping[str, int]:
-        """Bytes that the member copies from its own device, by section."""
+        """Number of bytes that the member copies from its own device, by section."""
         found = Counter[str]()
         for placed in self.local:
             if placed.key.section is not Section.HOST:
@@ -128,7 +135,7 @@ class ShardPlan:
     placement: GroupPlacement
     block_bytes: int
     members: tuple[MemberPlan, ...]
-    code: BlockCode | None = None  # Erasure code of the replicated section, if there is one
+    code: BlockCode | None = None  # Erasure code of the replicated section; None without one
 
     @property
     def size(self) -> int:
@@ -148,7 +155,7 @@ class ShardPlan:
 
 
 def shard_cuts(nbytes: int, parts: int) -> tuple[int, ...]:
-    """Cut ``nbytes`` into aligned shards that differ by at most one alignment unit.
+    """Cut ``nbytes`` into aligned shards whose sizes differ by at most one alignment unit.
 
     Returns:
         ``parts + 1`` ascending offsets in bytes.
@@ -174,8 +181,8 @@ def make_shard_plan(
 
     Args:
         sizes: bytes of each section.
-        placement: which members store copies and parities for which.
-        block_bytes: most bytes of a block.
+        placement: placement of copies and parities on the members.
+        block_bytes: largest size of a block in bytes.
 
     Raises:
         ValueError: ``block_bytes`` is not a positive multiple of 64.
@@ -219,7 +226,8 @@ def make_shard_plan(
 def _own_blocks(
     sizes: SectionSizes, count: int, block_bytes: int, code: BlockCode | None, d: int
 ) -> tuple[Block, ...]:
-    """Return blocks that belong to member ``d``: its shard, partition, host state and checksums."""
+    """Return the blocks that belong to member ``d``: its shard, partition, host state and
+    checksums."""
     owned = cut_blocks(Section.OWNED, d, 0, sizes.owned_bytes[d], block_bytes)
     host = cut_blocks(
         Section.HOST, d, 0, sizes.host_bytes[d], max(block_bytes, sizes.host_bytes[d])
@@ -247,15 +255,15 @@ def _lay_out(blocks: Sequence[Block], offset: int) -> tuple[tuple[PlacedBlock, .
 
 @dataclass(frozen=True)
 class LiveImages:
-    """The stage image of this rank in the engine's live tensors."""
+    """The images of this rank's state, as views of the engine's live tensors."""
 
-    replicated: SectionImage  # Equal on all DP peers
+    replicated: SectionImage  # Replicated section, equal on all data-parallel peers
     owned: SectionImage  # This rank's ZeRO partition
-    signature: Hashable  # Changes if the images consist of different tensors
-    # Gradients of the newest step, by member whose partition is recomputed here
+    signature: Hashable  # Value that changes if the images consist of different tensors
+    # Captured gradients of the newest step for each member whose partition this rank recomputes
     gradients: Mapping[int, SectionImage] = field(default_factory=dict)
-    # Gradient bytes of one partition; 0 if no partition is recomputed. The same on all members,
-    # even if this rank recomputes none under the active scheme.
+    # Size of the gradients of one partition; 0 if the job recomputes no partitions. The same on
+    # all members, even if this rank recomputes none under the active scheme.
     gradient_bytes: int = 0
 
     def write_counts(self) -> tuple[list[int], list[int]]:
@@ -265,7 +273,7 @@ class LiveImages:
         return self.replicated.write_counts(), self.owned.write_counts()
 
     def written_since(self, counts: tuple[list[int], list[int]]) -> list[str]:
-        """Return the names of the tensors that were written since :meth:`write_counts` gave
+        """Return the names of the tensors that were written since :meth:`write_counts` returned
         ``counts``.
         """
         return [*self.replicated.written_since(counts[0]), *self.owned.written_since(counts[1])]
@@ -273,7 +281,7 @@ class LiveImages:
 
 @dataclass(frozen=True)
 class GroupLayout:
-    """The plan that the members of one sharding group agreed on, as seen by one of them."""
+    """The plan that the members of a sharding group have agreed on, from the view of one member."""
 
     plan: ShardPlan
     member: int
@@ -286,7 +294,7 @@ class GroupLayout:
     @cached_property
     def table(self) -> NDArray[np.void]:
         """Block table of this member in arena order, dtype :data:`reft.memory.header.TABLE`.
-        Every version fills in its checksums and the true lengths of the host blocks."""
+        Each version fills in checksums and the true lengths of host blocks."""
         sizes = self.plan.sizes
         entries = []
         for placed in self.mine.blocks:
@@ -310,7 +318,8 @@ class GroupLayout:
 
 
 def layout_hash(degrees: Degrees, coordinate: Coordinate, sizes: SectionSizes) -> str:
-    """Hash of a group's layout, 32 hex digits. Recovery refuses versions with another hash."""
+    """Return the hash of a group's layout, 32 hex digits. Recovery refuses versions with another
+    hash."""
     text = f"{degrees}|{coordinate.pp}|{coordinate.tp}|{sizes.replicated_bytes}|{sizes.owned_bytes}"
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
@@ -324,14 +333,15 @@ def agree_on_layout(
     block_bytes: int,
     host_bytes: int,
 ) -> GroupLayout:
-    """Gather the section sizes of all ranks and plan this rank's group. Collective over all ranks.
+    """Gather the section sizes of all ranks, and plan this rank's group. Collective over all
+    ranks.
 
     Args:
         control: gathers the sizes.
         topology: nodes and coordinates of all ranks.
         images: live tensors of this rank.
         scheme: copies and parities.
-        block_bytes: most bytes of a block, a multiple of 64.
+        block_bytes: largest size of a block in bytes, a multiple of 64.
         host_bytes: bytes reserved for this rank's host state.
 
     Returns:
@@ -359,8 +369,8 @@ def agree_on_layout(
 
 
 def layout_under(layout: GroupLayout, scheme: Scheme) -> GroupLayout:
-    """Plan the same sections of the same group with another scheme. Pure: every member computes
-    the same plan."""
+    """Return the layout of the same sections and group under another scheme. Pure: every member
+    computes the same plan."""
     old = layout.plan
     placement = replace(old.placement, copies=scheme.copies, parities=scheme.parities)
     return replace(layout, plan=make_shard_plan(old.sizes, placement, old.block_bytes))

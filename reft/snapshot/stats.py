@@ -1,4 +1,4 @@
-"""Counters of the snapshots of one rank, and the errors of its worker."""
+"""Counters of the versions of one rank, and the errors of its snapshot worker."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ logger = logging.getLogger(__name__)
 
 
 class ByteKind(StrEnum):
-    """The kind of state by which bytes are counted.
+    """Kind of state, by which bytes are counted.
 
     Attributes:
         SHARD: this rank's own shard of the replicated section.
-        COPIES: other members' shards, cut from this rank's replica.
+        COPIES: other members' shards, copied from this rank's replica.
         PARITY: parity blocks, encoded from this rank's replica.
-        OWNED: the ZeRO partition.
-        HOST_STATE: encoded state of the host.
+        OWNED: ZeRO partitions.
+        HOST_STATE: encoded host state.
         CHECKSUMS: eight bytes for each block, and the length of the host state.
-        GRADIENTS: gradients from which ring peers' partitions are recomputed.
-        MIRROR: a second copy of everything, with the baseline ``inter_node``.
+        GRADIENTS: gradients with which ring peers' partitions are recomputed.
+        MIRROR: the second copy of everything that the baseline ``inter_node`` makes.
     """
 
     SHARD = "shard"
@@ -52,7 +52,7 @@ _KINDS = {
 
 
 def find_byte_kind(key: BlockKey, member: int) -> ByteKind:
-    """Return the kind of a block that ``member`` stores."""
+    """Return the kind by which a block is counted that ``member`` stores."""
     if key.section is Section.REPLICATED:
         return ByteKind.SHARD if key.member == member else ByteKind.COPIES
     return _KINDS[key.section]
@@ -60,12 +60,12 @@ def find_byte_kind(key: BlockKey, member: int) -> ByteKind:
 
 @dataclass
 class Traffic:
-    """Bytes of one version, or of several, on one rank."""
+    """Number of bytes that one rank has moved for one or several versions, by kind."""
 
-    # Copied from the device, or written by the host, to this rank's arena
+    # Copied from the device, or written by the host, into this rank's arena
     to_host: Counter[ByteKind] = field(default_factory=Counter)
-    # Sent to ranks on other nodes, counted once for each receiver. Not counted: traffic within a
-    # node, and the masks by which peers request blocks (AOR).
+    # Sent to ranks on other nodes, counted once for each receiver. Traffic within a node is not
+    # counted, nor are the masks by which peers request blocks (AOR).
     sent: Counter[ByteKind] = field(default_factory=Counter)
 
     def add(self, other: Traffic) -> None:
@@ -74,7 +74,7 @@ class Traffic:
         self.sent.update(other.sent)
 
     def to_json(self) -> dict[str, Any]:
-        """Return bytes by kind; kinds without bytes are left out."""
+        """Return the bytes by kind. Kinds without bytes are left out."""
         return {"to_host": _bytes(self.to_host), "sent": _bytes(self.sent)}
 
 
@@ -83,13 +83,13 @@ def _bytes(counted: Counter[ByteKind]) -> dict[str, int]:
 
 
 class Samples(deque[float]):
-    """The newest values in order of arrival. Any thread may read the median."""
+    """The newest values of a quantity in order of arrival. Any thread may read the median."""
 
     def __init__(self, most: int = 512) -> None:
         super().__init__(maxlen=most)
 
     def add_to_newest(self, value: float) -> None:
-        """Add to the newest sample, if there is one."""
+        """Add ``value`` to the newest sample, if there is one."""
         if self:
             self[-1] += value
 
@@ -100,7 +100,7 @@ class Samples(deque[float]):
     @property
     def median(self) -> float | None:
         """Median of the stored samples; None if there are none."""
-        # A copy, since another thread may append or change a sample meanwhile.
+        # Copy the samples first, since another thread may append or change one at the same time.
         values = list(self)
         return median(values) if values else None
 
@@ -109,21 +109,22 @@ class Samples(deque[float]):
 class RecomputeStats:
     """Counters of recomputed partitions (AOR) on one rank."""
 
-    versions: int = 0  # Partitions recomputed for a version, equal to the owner's or accepted
-    # Partitions of which the owner had to send blocks, by cause
+    versions: int = 0  # Number of recomputed partitions that were used, for all versions
+    # Number of partitions of which the owner had to send blocks, by cause
     resynced: dict[str, int] = field(default_factory=dict)
     secs: float = 0.0  # Total seconds spent on recomputing
-    cpu_secs: float = 0.0  # CPU time of the recomputing thread
+    cpu_secs: float = 0.0  # CPU seconds of the recomputing thread
 
 
 @dataclass
 class SnapshotStats:
-    """Counters of this rank's snapshots since the start of the incarnation."""
+    """Counters of this rank's versions since the start of the incarnation."""
 
-    taken: int = 0  # Versions copied to memory in full
-    committed: int = 0  # Versions committed globally
-    skipped: Counter[str] = field(default_factory=Counter)  # Versions given up, by cause
-    bytes_per_snapshot: int = 0  # Bytes this rank stores per version, own and redundant
+    taken: int = 0  # Versions that were copied to memory completely
+    committed: int = 0  # Versions that were committed globally
+    # Versions that were given up, by cause
+    skipped: Counter[str] = field(default_factory=Counter)
+    bytes_per_snapshot: int = 0  # Bytes that this rank stores for a version, own and redundant
     device_bytes: int = 0  # Bytes of a version that are copied from this rank's device
     peer_bytes: int = 0  # Bytes received from ring peers so far
     # Traffic of the newest committed version
@@ -132,24 +133,24 @@ class SnapshotStats:
     total_traffic: Traffic = field(default_factory=Traffic)
     # Counters of the partitions that are recomputed for ring peers
     recompute: RecomputeStats = field(default_factory=RecomputeStats)
-    # Bytes copied in bubbles (1), during computation (2), during communication (3), and while
-    # training waited (0)
+    # Bytes by tier: copied in windows (1), during computation (2), during communication (3), and
+    # while training waited (0)
     tier_bytes: Counter[int] = field(default_factory=Counter)
-    staged: int = 0  # Versions with a part that was staged on the device and drained later
-    staged_bytes: int = 0  # Bytes of these parts
-    # Seconds to drain each of them, the newest 512
+    staged: int = 0  # Versions of which a part was staged on the device and drained later
+    staged_bytes: int = 0  # Total bytes of the staged parts
+    # Seconds that it took to drain each staged part, the newest 512
     drain_secs: Samples = field(default_factory=Samples)
-    # Seconds the training thread spent on each snapshot (capture and fence), the newest 512
+    # Seconds that the training thread spent on each version (capture and fence), the newest 512
     stalls_secs: Samples = field(default_factory=Samples)
-    # Seconds each copy took on the worker thread, the newest 512
+    # Seconds that each copy took on the worker thread, the newest 512
     copy_secs: Samples = field(default_factory=Samples)
     committed_step: int | None = None  # Newest step known to be committed
-    # First step that was given up after the newest commit; None if no step was
+    # First step after the newest commit whose version was given up; None if there is none
     stale_since_step: int | None = None
-    last_error: str | None = None  # Why the snapshots are stale
+    last_error: str | None = None  # Why the newest versions were given up
 
     def commit(self, step: int, traffic: Traffic) -> None:
-        """Count a committed version, and its bytes."""
+        """Count a committed version and its bytes."""
         self.committed += 1
         self.traffic = traffic
         self.total_traffic.add(traffic)
@@ -163,7 +164,7 @@ class SnapshotStats:
         Args:
             step: step of the version.
             cause: kind of the cause, by which it is counted.
-            error: the cause in full.
+            error: full text of the cause.
 
         Returns:
             True the first time this kind of cause is counted.
@@ -202,16 +203,18 @@ class SnapshotStats:
 # -- errors of the worker: each is logged once, and sent to the peers with the next vote (P6) ------
 
 
-_REMEMBERED = 256  # Causes that are not logged again
-_PASSED_ON = 8  # Most causes sent with one vote; the newest are kept
-_CHARACTERS = 300  # Most characters sent of a cause
-_NAMED = 8  # Ranks whose errors are logged; of the others only the number
+# Largest number of causes that are remembered, so that they are not logged again
+_REMEMBERED = 256
+_PASSED_ON = 8  # Largest number of causes sent with one vote; of more, only the newest are sent
+_CHARACTERS = 300  # Largest number of characters sent for one cause
+# Largest number of ranks whose errors are logged; of further ranks only the number is logged
+_NAMED = 8
 
 
 class PeerErrors:
     """Unexpected errors of one worker, each logged once and sent to the peers with the next vote.
 
-    Any thread may record one.
+    Any thread may record an error.
     """
 
     def __init__(self) -> None:
@@ -220,15 +223,16 @@ class PeerErrors:
         self._pending = deque[str](maxlen=_PASSED_ON)
 
     def record(self, what: str, error: Exception) -> None:
-        """Log an error once per cause, with a traceback if it is neither a ReftError nor an
-        OSError.
+        """Log an error, once for each cause, and queue it for the peers. Errors other than
+        ReftError and OSError are logged with a traceback.
 
         Args:
-            what: the failure in a few words, which precede the error in the log.
+            what: what failed, in a few words, which precede the error in the log.
             error: the error.
         """
         cause = f"{what}: {type(error).__name__}: {error}"
-        known = re.sub(r"\d+", "0", cause)  # The step differs each time the same cause recurs.
+        # Ignore numbers, since the same cause recurs with different steps
+        known = re.sub(r"\d+", "0", cause)
         with self._lock:
             is_new = known not in self._logged
             if is_new:
@@ -240,26 +244,26 @@ class PeerErrors:
             )
 
     def run_guarded(self, what: str, act: Callable[[], object]) -> None:
-        """Run ``act`` and record its error instead of raising it. For work on which the protocol
-        of the versions does not depend."""
+        """Run ``act``, and record an error instead of raising it. For work that is not part of
+        the protocol of versions."""
         try:
             act()
         except Exception as error:
             self.record(what, error)
 
     def pending(self) -> list[str]:
-        """Return errors that were not sent to the peers yet, oldest first."""
+        """Return the errors that were not sent to the peers yet, oldest first."""
         with self._lock:
             return [*self._pending]
 
     def mark_sent(self, causes: Collection[str]) -> None:
-        """The peers have received these errors."""
+        """Record that the peers have received these errors."""
         with self._lock:
             self._pending = deque((c for c in self._pending if c not in causes), _PASSED_ON)
 
 
 def log_peer_errors(peer_errors: Mapping[int, Collection[str]]) -> None:
-    """Log the errors that peers have sent, by rank."""
+    """Log the errors that peers have sent, which are given by rank."""
     for rank in sorted(peer_errors)[:_NAMED]:
         for cause in peer_errors[rank]:
             logger.warning("rank %d reports: %s. See its log", rank, cause)

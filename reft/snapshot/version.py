@@ -3,23 +3,25 @@
     queued ─► copying ─► released ─► (drained) ─► sealed ─► committed
        └─────────┴───────────┴────────────┴──────────┴────► abandoned (cause)
 
-``step(state, event)`` gives the next state and the effects to carry out. In production the training
-thread and the snapshot worker drive it (:mod:`reft.snapshot.worker`). The model in
-tests/snapshot/version_model.py drives the same function through every order of events, with an
-error at every task and every effect and a crash after every transition. Nothing here reads a clock,
-a file or the network. The file defines versions, tasks, events, effects and slots first, then the
-transitions.
+``step(state, event)`` returns the next state and the effects to carry out. In production the
+training thread and the snapshot worker call it (:mod:`reft.snapshot.worker`). The model in
+tests/snapshot/version_model.py calls the same function with every order of events, with an error
+at every task and every effect and a crash after every transition. This module reads no clock, no
+file and no network. It defines versions, tasks, events, effects and slots (a rank's numbered
+places for a version) first, then the transitions.
 
 All ranks take the same versions in the same order, one at a time, and synchronize at two votes:
 
-1. every rank that is able copies the version into a slot; vote "copied";
-2. if all did: exchange with the ring peers, hash, seal the slot; vote "sealed" (the prepare phase);
-3. if all did, the version *is committed* at that moment; each rank may receive the result at a
-   different time.
+1. every rank that is able copies the version into a slot, and all vote "copied";
+2. if all have copied it, they exchange bytes with ring peers, hash and seal the slot, and all
+   vote "sealed" (the prepare phase of a two-phase commit);
+3. if all have sealed it, the version *is committed* at that moment; each rank may receive this
+   result at a different time.
 
 The state of a slot is stored twice. :class:`Slots` holds what this rank knows, and decides which
-slot it may write. The header of the arena file is what a recovery reads after a crash, on this node
-or a peer's. The two differ once a version is given up:
+slot the rank may write. The header of the slot's arena file is what a recovery reads after a
+crash, on this node or on a peer's. The two differ once a version is given up (will not be
+committed):
 
 =========================  ===============  ===============  ====================================
 what happened              in ``Slots``     in the file      what a recovery may do with it
@@ -37,28 +39,30 @@ Who owns what:
 - **A slot** belongs to the version that is WRITING or SEALED in it, then to the newest commit.
   Only :meth:`Slots.choose` decides which slot may be written, and only :meth:`Slots.slots_to_free`
   which memory may be freed.
-- **The gate of the windows** is entered when a paced version is handed over and left when no byte
-  of it remains to be copied: effects :class:`EnterGate` and :class:`LeaveGate`.
-- **The cause** why a version is not committed is set once, here, and reported once
+- **The gate**, which admits copies of paced versions only in idle intervals (windows), is
+  entered when such a version is handed over and left when no byte of it remains to be copied:
+  effects :class:`EnterGate` and :class:`LeaveGate`.
+- **The cause** why a version is not committed is set once, by this module, and reported once
   (:class:`GiveUp`).
 
 How the promises are kept:
 
 - **P2** A version that is not completely copied when the tensors change
-  (:attr:`Signal.TENSORS_CHANGE`) gets a cause at that signal at the latest, and a rank votes no on
-  a version with a cause. So a committed version was read from one state. A script may write tensors
-  between the boundary and that signal. So a slot is recorded SEALED, which a recovery would trust,
-  only after the training thread has compared write counts (:class:`TensorsChecked`), here and on
-  the ranks whose bytes are stored here.
+  (:attr:`Signal.TENSORS_CHANGE`) gets a cause at that signal at the latest, and a rank votes no
+  on a version with a cause. So a committed version was read from one state. A script may write
+  tensors between the step boundary and that signal. A recovery trusts a slot that is recorded
+  SEALED, so that is recorded only after the training thread has compared write counts
+  (:class:`TensorsChecked`), on this rank and on the ranks whose bytes this rank stores.
 - **P3** :meth:`Slots.choose` never returns the slot of the newest version known here to be
-  committed, of a version whose vote has no known result, or of the version being recovered. A rank
-  overwrites a version only after it has *received* a newer commit; by then all ranks have sealed
-  the newer version.
-- **P6** Every rank votes on every version that is handed over, even if its copy failed. A rank that
-  cannot continue (:class:`ProtocolFailed`) closes its connections at once, so that its peers
-  notice, and all ranks connect again (:attr:`Task.REJOIN`). A version that all ranks gave up during
-  that needs no vote. Training waits only for :attr:`Version.holds_training`, and its fence has a
-  time limit: :attr:`Signal.TENSORS_CHANGE` is always allowed.
+  committed, that of a version whose vote has no known result, or that of the version being
+  recovered. A rank overwrites a version only after it has *received* a newer commit; by then all
+  ranks have sealed the newer version.
+- **P6** Every rank votes on every version that is handed over, even if its copy failed. A rank
+  that cannot continue (:class:`ProtocolFailed`) closes its connections at once, so that its
+  peers notice, and all ranks connect again (:attr:`Task.REJOIN`). A version that all ranks gave
+  up during the reconnection needs no vote. Training waits only while
+  :attr:`Version.holds_training`, and only up to a time limit, so :attr:`Signal.TENSORS_CHANGE`
+  is always allowed.
 """
 
 from __future__ import annotations
@@ -71,7 +75,7 @@ from typing import Any
 from reft.grid import VersionId
 from reft.memory.header import ArenaState
 
-NONE_YET = VersionId(-1, -1)  # Older than every version
+NONE_YET = VersionId(-1, -1)  # Stands for "no version"; compares as older than every version
 
 
 class Stage(Enum):
@@ -79,7 +83,8 @@ class Stage(Enum):
 
     QUEUED = auto()
     COPYING = auto()
-    RELEASED = auto()  # Training is released: every byte is in the slot or staged on the device
+    # Training need not wait any more: every byte is in the slot or staged on the device
+    RELEASED = auto()
     SEALED = auto()
     COMMITTED = auto()
     ABANDONED = auto()
@@ -87,7 +92,8 @@ class Stage(Enum):
 
 @dataclass(frozen=True)
 class SkipCause:
-    """Why a version is not committed: a kind, by which it is counted, and details for the log."""
+    """Why a version is not committed: the kind of the cause, by which it is counted, and details
+    for the log."""
 
     kind: str
     detail: str = ""
@@ -97,7 +103,7 @@ class SkipCause:
 
     @classmethod
     def of(cls, error: Exception) -> SkipCause:
-        """Make the cause of an error; its kind is the error's type."""
+        """Make a cause from an error. The kind is the error's type."""
         return cls(type(error).__name__, str(error))
 
 
@@ -105,25 +111,29 @@ class SkipCause:
 class Version:
     """One version on this rank."""
 
-    label: VersionId  # Name of the version
-    # Never cancelled: the fence waits until it is copied (restore, last version before an exit)
+    label: VersionId  # Id of the version: incarnation and step
+    # Never cancelled: training waits at the fence until the version is copied (after a restore,
+    # or before an exit)
     required: bool = False
-    # Nothing is copied after this step; the ranks only vote, so that requests to stop reach all
+    # The step has no version to copy; the ranks only vote, so that requests to stop reach all of
+    # them
     vote_only: bool = False
-    paced: bool = False  # The copy keeps to the windows
-    # The training thread has not yet compared write counts with those of the boundary (P2).
-    # False if training waits for the version, so that it cannot write meanwhile.
+    paced: bool = False  # The copy is restricted to windows (idle intervals of the pipeline)
+    # The training thread has yet to compare torch's write counts with those at the step boundary
+    # (P2). False if training waits for the version and so cannot write meanwhile.
     unchecked: bool = False
-    # Why it is not committed; already set at the hand-over if the state could not be captured
+    # Why the version will not be committed; None if it still may be. Already set at the
+    # hand-over if the state could not be captured
     cause: SkipCause | None = None
     stage: Stage = Stage.QUEUED
-    # The layout does not fit its state; the ranks have to agree on a new layout first
+    # The layout does not fit the version's state; the ranks have to agree on a new layout first
     layout_mismatch: bool = False
-    staged: bool = False  # A part is staged on the device and has to be drained
+    staged: bool = False  # A part is staged on the device and has yet to be drained to the host
 
     @property
     def holds_training(self) -> bool:
-        """Whether its copy still reads the live tensors, which must not change meanwhile (P2)."""
+        """Whether the version's copy still reads the live tensors, which must not change
+        meanwhile (P2)."""
         return (
             self.cause is None
             and not self.vote_only
@@ -132,37 +142,41 @@ class Version:
 
     @property
     def is_over(self) -> bool:
-        """Whether it is committed or abandoned on this rank."""
+        """Whether the version is committed or abandoned on this rank."""
         return self.stage in (Stage.COMMITTED, Stage.ABANDONED)
 
 
 class Task(Enum):
-    """Tasks of the worker thread. The comments name the events that end each task;
-    :class:`ProtocolFailed` ends any."""
+    """Tasks of the worker thread. The comments name the events by which each task ends;
+    :class:`ProtocolFailed` ends any task."""
 
-    WAIT = auto()  # Wait for a version or the end: `TURN`
-    # `UNFIT`; or `BEGIN`, `SlotTaken`, `Released` and then `COPIED`; or, at any point, `CopyFailed`
+    WAIT = auto()  # Wait for a version, or for the end of the job: `TURN`
+    # Copy a version. The worker reports `UNFIT`; or `BEGIN`, `SlotTaken`, `Released`, `COPIED`,
+    # in this order; `CopyFailed` may end the task at any point
     COPY = auto()
-    VOTE_COPIED = auto()  # Vote on whether all ranks have copied: `Voted`
+    VOTE_COPIED = auto()  # Vote on whether all ranks have copied the version: `Voted`
     LAYOUT = auto()  # Agree on a new layout: `LAID_OUT`
-    SEAL = auto()  # `DRAINED` if a part was staged, then `SEALED` or `SealFailed`
-    VOTE_SEALED = auto()  # Vote on whether all ranks have sealed: `Voted`
-    SWITCH = auto()  # Between two versions, change the protection if requested: `SWITCHED`
+    # Exchange bytes with peers and seal the slot: `DRAINED` if a part was staged, then `SEALED`
+    # or `SealFailed`
+    SEAL = auto()
+    VOTE_SEALED = auto()  # Vote on whether all ranks have sealed the version: `Voted`
+    SWITCH = auto()  # Change the protection between two versions, if requested: `SWITCHED`
     REJOIN = auto()  # Close all connections and connect again: `Rejoined` or `RejoinFailed`
-    END = auto()  # No more versions are taken
+    END = auto()  # End the thread; no more versions are taken
 
 
 # -- events ----------------------------------------------------------------------------------------
 
 
 class Signal(Enum):
-    """Events without data: two of the training thread, then those of the worker."""
+    """Events without data: the first two from the training thread, the others from the worker."""
 
-    # The optimizer writes from here on; the fence has waited, up to its time limit (P2)
+    # The optimizer writes from here on, after training has waited at the fence, up to its time
+    # limit (P2)
     TENSORS_CHANGE = auto()
-    CLOSING = auto()  # The job ends
-    TURN = auto()  # The worker is free
-    UNFIT = auto()  # The layout does not fit this state
+    CLOSING = auto()  # The session is being closed
+    TURN = auto()  # The worker is free for the next version
+    UNFIT = auto()  # The layout does not fit the version's state
     BEGIN = auto()  # The worker is about to read the live tensors
     COPIED = auto()  # Every byte that was not staged has arrived in the slot
     LAID_OUT = auto()  # All ranks have agreed on a layout for the version
@@ -178,33 +192,36 @@ class HandedOver:
 
 @dataclass(frozen=True)
 class FenceNear:
-    """The optimizer is about to write: copies that have not started are cancelled."""
+    """The optimizer is about to write, so copies that have not started are cancelled."""
 
-    # Only the host has reached this point, so copies may still start until the device has
+    # True if only the host has reached this point; copies may then still start until the device
+    # reaches it
     ahead: bool = False
 
 
 @dataclass(frozen=True)
 class TensorsChecked:
-    """The training thread has compared write counts with those at the hand-over.
+    """The training thread has compared torch's write counts of the tensors with those at the
+    hand-over.
 
-    Only that thread can do so: torch counts a write when the operation returns, so another thread
-    could miss one in progress.
+    Only the training thread can do so: torch counts a write when the operation returns, so
+    another thread could miss a write in progress.
     """
 
-    cause: SkipCause | None  # Names the written tensors; None if there are none
+    # Cause that names the written tensors; None if no tensor was written
+    cause: SkipCause | None
 
 
 @dataclass(frozen=True)
 class SlotTaken:
-    """The worker is about to write the version to this slot."""
+    """The worker is about to write the version into this slot."""
 
     slot: int
 
 
 @dataclass(frozen=True)
 class Released:
-    """Training may continue: every byte was copied, or is staged on the device."""
+    """Training need not wait any more: every byte was copied, or is staged on the device."""
 
     staged: bool = False
 
@@ -218,8 +235,8 @@ class CopyFailed:
 class Voted:
     """Result of a vote of all ranks."""
 
-    ok: bool  # Every rank voted yes
-    relayout: bool = False  # At least one rank needs a new layout
+    ok: bool  # True if every rank voted yes
+    relayout: bool = False  # True if at least one rank needs a new layout
 
 
 @dataclass(frozen=True)
@@ -229,7 +246,7 @@ class SealFailed:
 
 @dataclass(frozen=True)
 class ProtocolFailed:
-    """This rank or a peer cannot continue the protocol: a message or a task failed."""
+    """This rank or a peer cannot continue the protocol, because a message or a task failed."""
 
     detail: str
 
@@ -238,7 +255,7 @@ class ProtocolFailed:
 class Rejoined:
     """All ranks have connected again and exchanged their :class:`RejoinState`."""
 
-    after: VersionId  # Newest version that was handed over on any rank
+    after: VersionId  # Newest version that was handed to the worker on any rank
     committed: VersionId | None  # Newest version that any rank knows to be committed
 
 
@@ -270,19 +287,19 @@ Event = (
 
 @dataclass(frozen=True)
 class EnterGate:
-    """A paced version was handed over."""
+    """Enter the gate, since a paced version was handed over."""
 
-    draining: bool  # An older version is still being drained
+    draining: bool  # True if an older version is still being drained
 
 
 @dataclass(frozen=True)
 class LeaveGate:
-    """No paced version is left to copy."""
+    """Leave the gate, since no paced version is left to copy."""
 
 
 @dataclass(frozen=True)
 class DropStaged:
-    """Release the staged part on the device."""
+    """Release the part of a version that is staged on the device."""
 
 
 @dataclass(frozen=True)
@@ -295,8 +312,9 @@ class Commit:
 
 @dataclass(frozen=True)
 class Abort:
-    """Free the slot. Its file is unchanged until the slot is written again: if it is SEALED, it
-    holds the true state of that step, and a recovery may use it if it finds every member's bytes.
+    """Free the slot of a version that is not committed. The slot's file stays unchanged until
+    the slot is written again. If the file is SEALED, it holds the true state of the version's
+    step, and a recovery may use it if it finds the bytes of every member.
     """
 
     slot: int
@@ -305,7 +323,7 @@ class Abort:
 
 @dataclass(frozen=True)
 class GiveUp:
-    """Count the version as skipped, and report the cause."""
+    """Count a version as skipped, and report the cause."""
 
     label: VersionId
     cause: SkipCause
@@ -319,22 +337,26 @@ Effect = EnterGate | LeaveGate | DropStaged | Commit | Abort | GiveUp
 
 @dataclass(frozen=True)
 class RejoinState:
-    """State of one rank after the ranks have connected again, or the state all ranks agree on."""
+    """State of one rank after the ranks have connected again; also the common state that they
+    agree on."""
 
-    # Last version that was handed over. All versions up to the newest of any rank are given up
-    # everywhere, without a vote. A step alone would not identify a version: a job that goes back
-    # to an older checkpoint repeats steps in a new incarnation.
+    # Newest version that the training thread has handed to the worker. After reconnecting, every
+    # rank gives up all uncommitted versions up to the newest one of any rank, without a vote. A
+    # version id contains the incarnation, because a job that goes back to an older checkpoint
+    # repeats steps in a new incarnation.
     newest: VersionId
-    committed: VersionId | None  # Newest version known to be committed
-    stop_step: int | None  # Step after which all ranks stop, if this rank received one
+    committed: VersionId | None  # Newest version that the rank knows to be committed; None if none
+    # Step after which all ranks stop, if this rank has received such a vote; otherwise None
+    stop_step: int | None
 
 
 def resume_from(standings: Sequence[RejoinState]) -> RejoinState:
-    """Combine the states of all ranks into the one they agree on. Pure: equal on every rank."""
+    """Combine the states of all ranks into the common state. Pure: every rank gets the same
+    result."""
     newest = max(s.newest for s in standings)
     committed = max((s.committed for s in standings if s.committed is not None), default=None)
     stop_step = min((s.stop_step for s in standings if s.stop_step is not None), default=None)
-    # Some rank may have passed that step already: then the request is voted on again.
+    # If some rank may have passed this step already, the request to stop is voted on again.
     late = stop_step is not None and stop_step <= newest.step + 1
     return RejoinState(newest, committed, None if late else stop_step)
 
@@ -344,14 +366,14 @@ def resume_from(standings: Sequence[RejoinState]) -> RejoinState:
 
 @dataclass(frozen=True)
 class Slot:
-    """State of one arena in this incarnation, as far as this rank knows."""
+    """State of one slot in this incarnation, as far as this rank knows."""
 
     state: ArenaState = ArenaState.EMPTY
     label: VersionId | None = None
 
     @property
     def is_open(self) -> bool:
-        """Whether it holds a version that is neither committed nor aborted."""
+        """Whether the slot holds a version that is neither committed nor aborted."""
         return self.state in (ArenaState.WRITING, ArenaState.SEALED)
 
 
@@ -359,10 +381,11 @@ class Slot:
 class Slots:
     """All slots of a rank. Arenas written by earlier incarnations count as EMPTY."""
 
-    # Every slot by number. With only one, no version can follow the first commit.
+    # State of every slot, by number. With only one slot, no version can follow the first commit.
     held: tuple[Slot, ...]
-    # Slots that hold the version being recovered, until a newer one is committed. Numbers beyond
-    # ``held`` were left by an earlier incarnation with more slots.
+    # Slots that hold the version being recovered, as (number, version); empty once a newer
+    # version is committed. Numbers beyond ``held`` are from an earlier incarnation with more
+    # slots.
     frozen: tuple[tuple[int, VersionId], ...] = ()
 
     @classmethod
@@ -376,19 +399,19 @@ class Slots:
 
     @property
     def committed_slot(self) -> int | None:
-        """Slot of the newest version known here to be committed."""
+        """Slot of the newest version that this rank knows to be committed."""
         done = [i for i, slot in enumerate(self.held) if slot.state is ArenaState.COMMITTED]
         return max(done, key=self._age, default=None)
 
     @property
     def committed_label(self) -> VersionId | None:
-        """Newest version known here to be committed in this incarnation."""
+        """Newest version of this incarnation that this rank knows to be committed."""
         newest = self.committed_slot
         return None if newest is None else self.held[newest].label
 
     @property
     def open_slot(self) -> int | None:
-        """Slot of the version in progress; there is at most one."""
+        """Slot of the version in progress, of which there is at most one; None without one."""
         return next((i for i, slot in enumerate(self.held) if slot.is_open), None)
 
     @property
@@ -399,10 +422,12 @@ class Slots:
         return frozenset({*unknown, *dict(self.frozen), *(() if newest is None else (newest,))})
 
     def choose(self, pinned: Collection[int] = ()) -> int | None:
-        """Choose the slot to write next: an empty one, else the one with the oldest version.
+        """Choose the slot to write next: an empty one or, if there is none, the one with the
+        oldest version.
 
         Args:
-            pinned: slots that a reader holds, or that are out of use.
+            pinned: slots that must not be chosen, because a reader holds them or they are out of
+                use.
 
         Returns:
             The slot; None if this version has to be skipped.
@@ -411,13 +436,13 @@ class Slots:
         return min(free, key=self._age, default=None)
 
     def slots_to_free(self, count: int, unused: Collection[int] = ()) -> frozenset[int]:
-        """Choose slots whose memory is freed, so that about ``count`` remain.
+        """Choose slots whose memory can be freed, so that about ``count`` slots remain.
 
-        Slots in :attr:`kept` remain, and at least one that may be written.
+        The slots in :attr:`kept` always remain, and at least one other slot.
 
         Args:
             count: number of slots to use.
-            unused: slots that were freed before; they are preferred.
+            unused: slots that were freed before, which are preferred.
         """
         kept = self.kept & {*range(len(self.held))}
         order = sorted(
@@ -426,7 +451,8 @@ class Slots:
         return frozenset(order[max(count, len(kept) + 1) :])
 
     def began(self, slot: int, label: VersionId) -> Slots:
-        """Record ``slot`` as WRITING. Raises ValueError if :meth:`choose` would not allow it."""
+        """Record ``slot`` as WRITING the version ``label``. Raises ValueError if :meth:`choose`
+        would not allow this slot."""
         if self.choose(set(range(len(self.held))) - {slot}) != slot:
             raise ValueError(
                 f"slot {slot} must not be written for {label}: it holds {self._describe(slot)}"
@@ -434,19 +460,20 @@ class Slots:
         return self._with(slot, Slot(ArenaState.WRITING, label))
 
     def sealed(self, slot: int) -> Slots:
-        """Record ``slot`` as SEALED. Peers may commit the version from here on, so the slot is
-        kept until the result of the vote is known, even if that never happens."""
+        """Record ``slot`` as SEALED. Peers may commit the version from now on, so the slot is
+        kept until this rank knows the result of the vote, possibly forever."""
         return self._move(slot, ArenaState.WRITING, ArenaState.SEALED)
 
     def committed(self, slot: int) -> Slots:
-        """Record ``slot`` as COMMITTED, since all ranks have sealed it. Older versions may be
-        overwritten now, including those in frozen slots."""
+        """Record ``slot`` as COMMITTED, since all ranks have sealed it. From now on older
+        versions may be overwritten, including those in frozen slots."""
         return replace(self._move(slot, ArenaState.SEALED, ArenaState.COMMITTED), frozen=())
 
     def aborted(self, slot: int) -> Slots:
-        """Free ``slot`` after a vote said no, or before this rank has voted.
+        """Record ``slot`` as empty, after a vote said no or before this rank has voted.
 
-        Not allowed while the result of a vote is unknown: peers may have committed the version.
+        Not allowed while the result of the vote is unknown, since peers may have committed the
+        version.
         """
         if not self.held[slot].is_open:
             raise ValueError(f"slot {slot} cannot be aborted: it holds {self._describe(slot)}")
@@ -478,20 +505,24 @@ class Slots:
 class RankState:
     """State of one rank: its slots, and the versions in progress."""
 
-    slots: Slots  # Its arenas
-    # Versions handed over and not yet over, oldest first. The worker works on the first one.
+    slots: Slots  # State of the rank's slots
+    # Versions that were handed over and have not ended, oldest first. The worker works on the
+    # first one.
     versions: tuple[Version, ...] = ()
     task: Task = Task.WAIT  # Current task of the worker
-    newest: VersionId = NONE_YET  # Last version that was handed over
-    after: VersionId = NONE_YET  # All ranks gave up versions up to this one at a rejoin
-    # The optimizer is about to write. Once the device is there too, only required versions start.
+    newest: VersionId = NONE_YET  # Newest version that was handed over
+    # All versions up to this one were given up by all ranks when they reconnected
+    after: VersionId = NONE_YET
+    # True if the optimizer is about to write. Once the device has reached that point too, only
+    # required versions start.
     fence_near: bool = False
-    closing: bool = False  # No version is accepted; the worker ends after those in progress
-    broken: str | None = None  # Why no version is taken any more; None while they are
+    # True if no further version is accepted; the worker ends after those in progress
+    closing: bool = False
+    broken: str | None = None  # Why no versions are taken any more; None while they are taken
 
     @property
     def head(self) -> Version:
-        """The version that the worker works on."""
+        """The version on which the worker works."""
         return self.versions[0]
 
     @property
@@ -506,17 +537,19 @@ class RankState:
 
     @property
     def may_begin(self) -> bool:
-        """Whether some version has not started, and is lost if the tensors change before."""
+        """Whether some version's copy has not started, which is lost if the tensors change
+        first."""
         return any(version.holds_training and _not_begun(version) for version in self.versions)
 
     @property
     def waits_in_line(self) -> bool:
-        """Whether a version that has not started waits for an older one."""
+        """Whether a version that has not started waits for an older version to end."""
         return any(version.holds_training and _not_begun(version) for version in self.versions[1:])
 
     @property
     def unchecked(self) -> bool:
-        """Whether a copied version waits for the training thread to compare write counts."""
+        """Whether a version was copied whose write counts the training thread has yet to
+        compare."""
         return any(v.unchecked and v.cause is None and not v.holds_training for v in self.versions)
 
     @property
@@ -556,7 +589,7 @@ def _check(head: Version, fits: bool) -> None:
 
 
 def _head(state: RankState, **changes: Any) -> RankState:
-    """Change fields of the first version."""
+    """Return the state with changed fields in the first version."""
     return replace(state, versions=(replace(state.head, **changes), *state.versions[1:]))
 
 
@@ -565,7 +598,8 @@ def _first_task(head: Version) -> Task:
 
 
 def _freed(state: RankState) -> RankState:
-    """Set the worker's task to WAIT, or to END if the rank is closing and no version is left."""
+    """Return the state with the worker's task set to WAIT, or to END if the rank is closing and
+    no version is left."""
     ends = state.closing and not state.versions
     return replace(state, task=Task.END if ends else Task.WAIT)
 
@@ -575,7 +609,8 @@ def _not_begun(version: Version) -> bool:
 
 
 def _mark_failed(state: RankState, which: Callable[[Version], bool], cause: SkipCause) -> RankState:
-    """Set the cause of all selected versions that have none; this rank votes no on them later."""
+    """Return the state with ``cause`` set in all selected versions that have no cause yet; this
+    rank will vote no on them."""
 
     def doomed(version: Version) -> bool:
         return version.cause is None and not version.vote_only and which(version)
@@ -586,8 +621,8 @@ def _mark_failed(state: RankState, which: Callable[[Version], bool], cause: Skip
 
 
 def _take_back(state: RankState) -> Next:
-    """Drop the first version's staged part and free its slot. Only before this rank has voted
-    "sealed", or after that vote said no."""
+    """Drop the staged part of the first version and free its slot. Only allowed before this rank
+    has voted "sealed", or after that vote said no."""
     effects: tuple[Effect, ...] = ()
     if state.head.staged:
         effects = (DropStaged(),)
@@ -602,19 +637,21 @@ def _take_back(state: RankState) -> Next:
 
 
 def _given_up(version: Version, cause: SkipCause) -> tuple[Effect, ...]:
-    """Return the effect of giving up a version; a vote-only version has nothing to lose."""
+    """Return the effect of giving up a version. There is none for a vote-only version, which has
+    no bytes to lose."""
     return () if version.vote_only else (GiveUp(version.label, cause),)
 
 
 def _abandon(state: RankState, cause: SkipCause) -> Next:
-    """Abandon the first version: no rank commits it."""
+    """Abandon the first version, which no rank commits."""
     state, effects = _take_back(state)
     abandoned = _head(state, stage=Stage.ABANDONED, cause=None if state.head.vote_only else cause)
     return abandoned, (*effects, *_leave_gate(state), *_given_up(state.head, cause))
 
 
 def _leave_gate(state: RankState) -> tuple[Effect, ...]:
-    """Leave the gate after the first version's last copy, unless a later paced version waits."""
+    """Return the effect of leaving the gate after the first version's last copy; none if a later
+    paced version waits."""
     later = any(v.paced and v.cause is None for v in state.versions[1:])
     return (LeaveGate(),) if state.head.paced and not later else ()
 
@@ -623,7 +660,7 @@ def _leave_gate(state: RankState) -> tuple[Effect, ...]:
 
 
 def step(state: RankState, event: Event) -> Next:  # noqa: PLR0911, PLR0912 -- all that may happen, one by one
-    """Apply an event.
+    """Return the state after an event.
 
     Returns:
         The next state, and the effects to carry out, in this order.
@@ -632,7 +669,7 @@ def step(state: RankState, event: Event) -> Next:  # noqa: PLR0911, PLR0912 -- a
         ValueError: the event cannot happen during the worker's current task.
     """
     match state.task, event:
-        # Events of the training thread, allowed during every task of the worker.
+        # Events from the training thread, which are allowed during every task of the worker.
         case _, HandedOver(version):
             return _handed_over(state, version)
         case _, FenceNear(ahead):
@@ -640,19 +677,21 @@ def step(state: RankState, event: Event) -> Next:  # noqa: PLR0911, PLR0912 -- a
             return replace(near, fence_near=True), ()
         case _, TensorsChecked(cause):
             return _checked(state, cause)
-        case _, Signal.TENSORS_CHANGE:  # P2: versions that still read the tensors are lost
+        # P2: give up versions whose copies still read the tensors
+        case _, Signal.TENSORS_CHANGE:
             late = _mark_failed(state, lambda version: version.holds_training, OVERRUN)
             return replace(late, fence_near=False), ()
         case _, Signal.CLOSING:
             closing = replace(state, closing=True)
             return (_freed(closing) if state.task is Task.WAIT else closing), ()
-        # Events of the worker.
+        # Events from the worker.
         case Task.WAIT, Signal.TURN:
             return _turn(state)
         case Task.COPY, Signal.UNFIT:
             state, effects = _take_back(state)
             return replace(_head(state, layout_mismatch=True), task=Task.VOTE_COPIED), effects
-        case Task.COPY, Signal.BEGIN if state.head.cause is not None:  # cancelled at the fence (P2)
+        # Cancelled at the fence (P2)
+        case Task.COPY, Signal.BEGIN if state.head.cause is not None:
             return replace(state, task=Task.VOTE_COPIED), _leave_gate(state)
         case Task.COPY, Signal.BEGIN:
             return _head(state, stage=Stage.COPYING), ()
@@ -712,8 +751,8 @@ def _handed_over(state: RankState, version: Version) -> Next:
 
 
 def _turn(state: RankState) -> Next:
-    """Begin the next version, which every rank votes on (P6). A version that all ranks gave up at
-    a rejoin is abandoned without a vote."""
+    """Begin the next version, on which every rank votes (P6). A version that all ranks gave up
+    when they reconnected is abandoned without a vote."""
     if not state.versions:
         return _freed(state), ()
     if state.head.label <= state.after:
@@ -723,12 +762,13 @@ def _turn(state: RankState) -> Next:
 
 
 def _voted(state: RankState, ok: bool, relayout: bool) -> Next:
-    """Return the result of the first vote."""
+    """Handle the result of the first vote."""
     head = state.head
     if relayout:
         effects: tuple[Effect, ...] = ()
         if head.stage is Stage.RELEASED:
-            # Training was released, so the tensors may have changed: no second copy (P2).
+            # Training was released, so the tensors may have changed, and a second copy is
+            # impossible (P2).
             state, effects = _take_back(_head(state, cause=head.cause or LAID_OUT_ANEW))
             effects = (*effects, *_leave_gate(state))
         return replace(state, task=Task.LAYOUT), effects
@@ -737,15 +777,15 @@ def _voted(state: RankState, ok: bool, relayout: bool) -> Next:
     if not ok:
         state, effects = _abandon(state, head.cause or PEER_SKIPPED)
         return replace(state, task=Task.SWITCH), effects
-    # The version may have failed since this rank voted. Still take part in the exchange: the peers
-    # wait for its blocks.
+    # Take part in the exchange even if the version has failed since this rank voted: peers wait
+    # for this rank's blocks.
     _check(head, head.stage is Stage.RELEASED)
     return replace(state, task=Task.SEAL), ()
 
 
 def _checked(state: RankState, cause: SkipCause | None) -> Next:
-    """Write counts were compared: completely copied versions are checked, or fail with ``cause``.
-    Versions that are still being copied stay unchecked."""
+    """Handle a comparison of write counts: completely copied versions now count as checked or,
+    with a ``cause``, as failed. Versions that are still being copied stay unchecked."""
 
     def checked(version: Version) -> Version:
         if not version.unchecked or version.cause is not None:
@@ -763,27 +803,28 @@ def _sealed(state: RankState) -> Next:
         head,
         head.stage is Stage.RELEASED and head.cause is None and not (head.staged or head.unchecked),
     )
-    assert slot is not None  # the version was copied into it
+    assert slot is not None  # The version was copied into this slot
     sealed = replace(state, slots=state.slots.sealed(slot))
     return replace(_head(sealed, stage=Stage.SEALED), task=Task.VOTE_SEALED), ()
 
 
 def _decided(state: RankState, ok: bool) -> Next:
-    """Return the result of the second vote: the version is committed now, or never."""
+    """Handle the result of the second vote, which commits the version or abandons it."""
     head, slot = state.head, state.slots.open_slot
     if not ok:
         state, effects = _abandon(state, head.cause or PEER_NOT_SEALED)
         return replace(state, task=Task.SWITCH), effects
     _check(head, state.votes_yes)
-    assert slot is not None  # the version is sealed in it
+    assert slot is not None  # The version is sealed in this slot
     committed = replace(_head(state, stage=Stage.COMMITTED), slots=state.slots.committed(slot))
     return replace(committed, task=Task.SWITCH), (Commit(slot, head.label),)
 
 
 def _broke(state: RankState, detail: str) -> Next:
-    """The protocol failed: give up all versions until the ranks have connected again.
+    """Handle a failure of the protocol: give up all versions until the ranks have connected
+    again.
 
-    A sealed slot is kept: a peer may have received the commit (P3).
+    A sealed slot is kept, because a peer may have received the commit (P3).
     """
     if state.task in (Task.REJOIN, Task.END):
         return state, ()
@@ -800,14 +841,14 @@ def _broke(state: RankState, detail: str) -> Next:
 
 
 def _met(state: RankState, after: VersionId, committed: VersionId | None) -> Next:
-    """All ranks have connected again. If no rank saw the commit of a version, the version is
-    aborted everywhere. A lost rank may have seen it, but then the ranks cannot connect again
-    (:class:`RejoinFailed`)."""
+    """Handle that all ranks have connected again. If no rank has received the commit of a
+    version, the version is aborted everywhere. A rank that is gone might have received it, but
+    then the ranks cannot all connect again (:class:`RejoinFailed`)."""
     state, slot = replace(state, after=after), state.slots.open_slot
     if slot is None:
         return _freed(state), ()
     label = state.slots.held[slot].label
-    assert label is not None  # an open slot has a version
+    assert label is not None  # An open slot has a version
     if label == committed:
         # This rank has sealed the version, and a peer has received the commit.
         return _freed(replace(state, slots=state.slots.committed(slot))), (Commit(slot, label),)

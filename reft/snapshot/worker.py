@@ -5,9 +5,11 @@ pure function, under one lock, and carry out the effects that it returns. That f
 whether a version is committed and when a slot may be overwritten; this module acts on it. Both
 votes are all-reduces of the control group.
 
-Training waits for one thing, at the fence: its own copy (P2), to host memory, or within the device
-as far as it is staged; a staged version is drained and committed later. Failures in this module are
-counted, logged once per cause, and never reach the training thread (P6).
+Training waits for one thing, at the *fence* (before the optimizer writes): until this rank's
+copy no longer reads the live tensors (P2). The copy goes to host memory; a part of it may be
+staged (copied within the device), which is drained to host memory, and committed, later.
+Failures in this module are counted, logged once per cause, and never reach the training thread
+(P6).
 """
 
 from __future__ import annotations
@@ -50,23 +52,26 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class SnapshotRequest:
-    """A version that the training thread hands over, and its outcome.
+    """A version that the training thread hands to the worker, and its outcome.
 
     Attributes:
         label: name of the version.
         images: live tensors, unchanged until ``copied`` is set; None if capturing the state failed.
-        host_blob: encoded host state, unless ``encode`` makes it on the worker thread.
-        captured: what features captured of this state on the training thread, by feature.
-        required: wait for a free slot and never cancel it (after a restore, before an exit).
-        vote_only: nothing is copied after this step; the ranks only vote, so that a request to stop
-            reaches all of them.
-        written: names of the tensors that were written since the hand-over; None if training waits
-            until the version is committed.
-        variant: when the bytes are copied; recovery treats all variants alike.
-        cause: why it cannot be copied, although the ranks vote on it; None if it can.
+        host_blob: encoded host state; empty while the function ``encode`` has yet to make it on
+            the worker thread.
+        captured: data that features captured on the training thread, by feature.
+        required: True to wait for a free slot and never cancel the version (after a restore, or
+            before an exit).
+        vote_only: True if the step has no version to copy; the ranks only vote, so that a
+            request to stop reaches all of them.
+        written: returns the names of the tensors that were written since the hand-over; None if
+            training waits until the version is committed and so writes nothing.
+        variant: which variant is used, that is, when in the step the bytes are copied; recovery
+            treats all variants alike.
+        cause: why the version cannot be copied (the ranks still vote on it); None if it can.
         copied: set when the copy no longer reads the live tensors.
-        done: set when the version is committed or given up.
-        version: its state in the protocol.
+        done: set when the version is committed or given up (will not be committed).
+        version: state of the version in the protocol.
     """
 
     label: VersionId
@@ -95,14 +100,14 @@ class SnapshotRequest:
 
     @property
     def paced(self) -> bool:
-        """Whether the copy keeps to the windows; the copy of a required version does not."""
+        """Whether the copy is restricted to windows. The copy of a required version never is."""
         return self.variant is Variant.HAS and not (self.required or self.vote_only)
 
     def follow(self, version: Version, *, done: bool = False) -> None:
-        """Take over the version's new state."""
+        """Store the version's new state, and set the events that follow from it."""
         self.version = version
         if version.cause is not None:
-            self.encode = None  # releases the captured host state
+            self.encode = None  # Release the captured host state
         if done or not version.holds_training:
             self.copied.set()
         if done:
@@ -110,30 +115,30 @@ class SnapshotRequest:
 
     @property
     def started(self) -> bool:
-        """Whether its copy has begun."""
+        """Whether the version's copy has begun."""
         return self.version.stage is not Stage.QUEUED
 
     @property
     def given_up(self) -> SkipCause | None:
-        """Why it is not committed; None if it is, or still may be."""
+        """Why the version will not be committed; None if it is, or still may be."""
         return self.version.cause
 
     @property
     def committed(self) -> bool:
-        """Whether all ranks have sealed it and this rank knows it."""
+        """Whether this rank knows that all ranks have sealed the version."""
         return self.version.stage is Stage.COMMITTED
 
 
 @dataclass
 class WorkerCallbacks:
-    """What a worker reports to the rest of its process.
+    """Counters and functions by which a worker reports to the rest of its process.
 
     Attributes:
         stats: counters of this rank.
-        faults: injects faults at points of a version, in tests.
+        faults: injects faults at defined points of a version, in tests.
         on_commit: called on the worker thread after each global commit.
-        on_skip: called with (step, cause) for each version given up.
-        peer_errors: unexpected errors, for this rank's log and its peers'.
+        on_skip: called with (step, cause) for each version that is given up.
+        peer_errors: collects unexpected errors for the logs of this rank and of its peers.
     """
 
     stats: SnapshotStats
@@ -143,15 +148,15 @@ class WorkerCallbacks:
     peer_errors: PeerErrors = field(default_factory=PeerErrors)
 
 
-# -- votes: besides the version, the ranks agree on the step to stop after -------------------------
+# -- votes: in addition to the version, the ranks agree on the step to stop after ------------------
 
 
 def named_step(proposal: int, *, step: int, newest_step: int, late: bool) -> int:
-    """Choose the step to stop after that this rank names in a vote. No rank may have passed it when
-    it receives the result.
+    """Return the step that this rank names in a vote as the last step of the job. It must be one
+    that no rank can have passed when it receives the result.
 
     Args:
-        proposal: step after which this rank would stop; 0: it would not.
+        proposal: step after which this rank wants to stop; 0 if it does not want to stop.
         step: step of the version that is voted on.
         newest_step: step of the newest version that was handed over here.
         late: votes may lag behind training, as the last vote agreed.
@@ -165,57 +170,60 @@ def may_lag(holds_up: bool, *, step: int, newest_step: int, late: bool) -> bool:
     """Return whether the next votes may lag behind training because of this rank.
 
     Args:
-        holds_up: this rank has more to do before the next vote than to seal the version.
+        holds_up: whether this rank has more to do before the next vote than to seal the version.
         step: step of the version that is voted on.
         newest_step: step of the newest version that was handed over here.
-        late: votes may lag already, as the last vote agreed.
+        late: whether votes may lag already, as the last vote agreed.
     """
     return holds_up or (late and step < newest_step)
 
 
 class Votes:
-    """Casts the ballots of one rank and keeps the results.
+    """Casts the ballots of one rank and stores the results.
 
-    The next votes are delayed if a rank still drains a staged part, or reserves memory for another
-    protection after a version. Training does not wait for delayed votes (:attr:`late`), so a
-    request to stop then has to name a step that no rank has passed when it receives the result: the
-    one after the next.
+    The next votes are delayed if a rank is still draining a staged part, or reserves memory for
+    another protection scheme after a version. Training does not wait for delayed votes
+    (:attr:`late`). A request to stop then has to name a step that no rank can have passed when
+    it receives the result: the one after the next.
     """
 
     def __init__(self, control: WorkerControl, callbacks: WorkerCallbacks) -> None:
         self._control = control
         self._peer_errors = callbacks.peer_errors
-        # Replaced as a whole by the worker thread, so that the training thread reads it without a
-        # lock.
+        # Steps whose versions were given up. The worker thread replaces the tuple as a whole, so
+        # the training thread may read it without a lock.
         self._given_up: tuple[int, ...] = ()
-        self.late = False  # Votes may lag behind training, as the last vote agreed
+        self.late = False  # Whether votes may lag behind training, as the last vote agreed
         self.newest_step = 0  # Step of the newest version that was handed over
         self._incarnation = -1
         self.voted_step = -1  # Step of the newest version that was voted on
         self.stop_proposal = 0
-        """Step after which this rank would stop; set by the training thread; 0: it would not."""
+        """Step after which this rank wants to stop, set by the training thread; 0 if it does not
+        want to stop."""
         self.stop_step: int | None = None
-        """Step after which all ranks stop: the first that a vote named, the same everywhere."""
+        """Step after which all ranks stop, the first one that a vote has named; the same on all
+        ranks. None before."""
         self.halt: Halt | None = None
-        """Why training must not continue; all ranks receive it in the same vote."""
+        """Why training must not continue, which all ranks learn in the same vote; None if it
+        may."""
 
     def given_up_step(self, step: int) -> int:
-        """Return the step of the newest version that all ranks gave up, at least two steps before
-        ``step``; -1 if there is none. Newer votes are ignored: not every rank may have received
-        their results.
+        """Return the newest step, at least two steps before ``step``, whose version all ranks
+        gave up; -1 if there is none. Votes on newer steps are ignored, because not every rank
+        may have received their results.
         """
         return max((at for at in self._given_up if at + 2 <= step), default=-1)
 
     def gave_up(self, step: int) -> None:
-        """Record that a vote rejected a version."""
+        """Record that a vote has rejected the version of ``step``."""
         self._given_up = (*self._given_up[-3:], step)
 
     def handed_over(self, version: VersionId) -> bool:
-        """Record that training hands a version over.
+        """Record that the training thread hands a version to the worker.
 
         Returns:
-            True if training went back to an older version. Results of votes on later steps are
-            dropped then.
+            True if training has gone back to an older version; the results of votes on later
+            steps are then dropped.
         """
         goes_back = version.incarnation != self._incarnation or version.step < self.newest_step
         if goes_back:
@@ -227,11 +235,12 @@ class Votes:
         """Vote on a version. Collective.
 
         Args:
-            own: this rank's vote. ``own.late``: this rank has more to do before the next vote than
-                to seal the version. Fields about stopping and errors are filled in here.
+            own: this rank's ballot. ``own.late`` says that this rank has more to do before the
+                next vote than to seal the version. The fields about stopping and errors are
+                filled in by this method.
 
         Raises:
-            TransferError: a peer is gone, or votes on another version.
+            TransferError: the connection to a peer is lost, or a peer votes on another version.
         """
         step = version.step
         pending = self._peer_errors.pending()
@@ -253,11 +262,12 @@ class Votes:
         return result
 
     def _exchange_errors(self, pending: list[str]) -> None:
-        """Send the errors of this rank to its peers, and log theirs. Collective."""
+        """Send the errors of this rank to its peers, and log the peers' errors. Collective."""
         try:
             packed = self._control.gather_bytes(msgpack.packb(pending))
         except TransferError as error:
-            # The vote itself succeeded. If a peer is gone, the next vote fails.
+            # Only record it, since the vote itself has succeeded. If a peer is gone, the next
+            # vote will fail.
             self._peer_errors.record("failures of other ranks cannot be received", error)
             return
         self._peer_errors.mark_sent(pending)
@@ -269,24 +279,26 @@ class Votes:
         log_peer_errors({rank: errors for rank, errors in causes.items() if errors})
 
     def resync(self, stop_step: int | None) -> None:
-        """Take over the step to stop after on which the ranks have agreed after a rejoin; some may
-        have missed the last result. Votes count as late until the next vote."""
+        """Set the step to stop after on which the ranks agreed when they reconnected, since some
+        may have missed the last result. Until the next vote, votes count as late."""
         self.late = True
         self.stop_step = stop_step
 
 
 class WrittenError(ReftError):
-    """Live tensors changed while a version of them was copied."""
+    """Live tensors were changed while a version was copied from them."""
 
 
 _STANDING = TypeAdapter(versions.RejoinState)
 FENCE_SECS = 300.0
-"""Most that an optimizer step waits for a copy. Then the version is lost, not the job (P6)."""
-_POLL_SECS = 0.0005  # Poll interval of a host that is ahead of its device
+"""Longest time in seconds that an optimizer step waits for a copy. After that the version is
+given up and training continues (P6)."""
+_POLL_SECS = 0.0005  # Poll interval in seconds of a host that is ahead of its device
 LATE_PART = 0.25
-"""Fraction of a step. When the device is further past a version's state than this and the worker is
-still busy with an older version, the version is given up. The host is not held any longer, so that
-the rest of its lead keeps the device busy."""
+"""Fraction of a step. If the device is further than this past the state of a version that the
+worker has not begun to copy, because it is busy with an older version, the version is given up.
+Then the host does not wait any longer, so that the work it has queued in advance keeps the
+device busy."""
 _REJOINS = 3
 
 
@@ -297,12 +309,13 @@ class SnapshotWorker:
         control: votes and exchange.
         arenas: this rank's memory.
         copier: copies the bytes.
-        callbacks: counters, faults, and functions to call for versions.
-        scheme: decides which protection the versions have.
-        features: take part in every version, in this order.
-        gate: admits the chunks of paced versions.
-        block_bytes: most bytes of a block.
-        host_bytes: bytes reserved for the host state of a version; doubled when it outgrows them.
+        callbacks: counters, fault injection, and functions to call for versions.
+        scheme: policy that decides which protection scheme versions have.
+        features: features that take part in every version, in this order.
+        gate: gate that admits the chunks of paced versions.
+        block_bytes: largest size of a block in bytes.
+        host_bytes: bytes reserved for the encoded host state of a version; doubled if the host
+            state becomes larger.
     """
 
     def __init__(
@@ -328,10 +341,11 @@ class SnapshotWorker:
         self.features = (scheme, *features)
         copier.features = self.features
         self.layout: GroupLayout | None = None
-        """Layout of the next version, agreed by all ranks; None before the first agreement."""
+        """Layout of the next version, on which all ranks have agreed; None before the first
+        agreement."""
         self._ring = RingExchange(control, topology)
         self.written_tensors: set[str] = set()
-        """Names of tensors that the script wrote while a version of them was copied."""
+        """Names of tensors that the script has written while a version was copied from them."""
         self._signature: object = None
         self._images: LiveImages | None = None
         self._topology = topology
@@ -339,19 +353,23 @@ class SnapshotWorker:
         self._peer_errors = callbacks.peer_errors
         self._vote_missed = False
         self._broke_off = ""
-        self._reported_stale = False  # A version was given up, and the log says so
+        # Whether the log says that versions are being given up, and not yet that they are
+        # committed again
+        self._reported_stale = False
         self._gate = gate or Gate()
         self._writer: ArenaWriter | None = None
-        """Writer of the version in progress, until that is committed or given up."""
-        self._version: CopiedVersion | None = None  # Last version that was copied
+        """Writer of the arena of the version in progress; None if none is, or it was given up."""
+        # Last version that was copied; None before the first
+        self._version: CopiedVersion | None = None
         self._records: list[ChunkRecord] = []
-        # Times of the training thread's last calls, seconds of ``time.perf_counter()``.
+        # Times of the training thread's last hand-over and last fence, in seconds of
+        # ``time.perf_counter()``
         self._handed_over_at = self._fenced_at = time.perf_counter()
         self._state = RankState(arenas.slots)
         self._requests: deque[SnapshotRequest] = deque()
         """Requests of the versions in ``_state``, in the same order."""
-        # Re-entrant: ``submit`` holds it while ``_notify`` takes it again, so that no event of the
-        # worker comes between a request and its version.
+        # Re-entrant: ``submit`` holds it while ``_notify`` takes it again, so that no event from
+        # the worker is handled between storing a request and storing its version.
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="reft-snapshot", daemon=True)
         self._thread.start()
@@ -362,15 +380,15 @@ class SnapshotWorker:
         """Apply an event to the state of this rank.
 
         Returns:
-            Effects that the caller has to carry out, in this order.
+            The effects that the caller has to carry out, in this order.
 
         Raises:
             ValueError: the event is not allowed in this state.
         """
         with self._changed:
             before = self._state
-            # The state is immutable and replaced as a whole: methods that read it without the lock
-            # see the old or the new state, never a mixture.
+            # The state is immutable and replaced as a whole, so methods that read it without the
+            # lock see either the old or the new state, never a mixture.
             self._state, effects = versions.step(before, event)
             self.arenas.slots = self._state.slots
             self._follow(len(before.versions), effects)
@@ -378,8 +396,8 @@ class SnapshotWorker:
                 self._changed.notify_all()
             rest: list[versions.Effect] = []
             for effect in effects:
-                # The gate is entered and left under the lock: otherwise the other thread's next
-                # event could be applied to the gate before this one.
+                # Enter and leave the gate with the lock held. Otherwise the effect of the other
+                # thread's next event could reach the gate before this one.
                 match effect:
                     case versions.EnterGate(draining):
                         self._gate.enter(draining)
@@ -390,11 +408,11 @@ class SnapshotWorker:
             return rest
 
     def _follow(self, before: int, effects: tuple[versions.Effect, ...]) -> None:
-        """Pass the new states of versions on to their requests.
+        """Store the new states of versions in their requests.
 
         Args:
             before: number of versions before the event.
-            effects: of the event.
+            effects: effects of the event.
         """
         known = self._state.versions
         over = [self._requests.popleft() for _ in range(before - len(known))]
@@ -420,7 +438,7 @@ class SnapshotWorker:
     # -- training thread ---------------------------------------------------------------------------
 
     def submit(self, request: SnapshotRequest) -> None:
-        """Hand a version over. Returns at once."""
+        """Hand a version to the worker. Returns at once."""
         goes_back = self.votes.handed_over(request.label)
         for feature in self.features:
             feature.handed_over(request.label, goes_back=goes_back)
@@ -428,8 +446,9 @@ class SnapshotWorker:
             version = request.version
             if self._state.accepts:
                 if request.images is not None:
-                    # Before the hand-over: the copy engine marks this point of the device's work,
-                    # and the worker may queue copies after it as soon as it sees the version.
+                    # Call this before the hand-over: the copy engine marks the current point in
+                    # the device's work, and as soon as the worker sees the version, it may queue
+                    # copies to run after this point.
                     self.copier.begin()
                     self._handed_over_at = time.perf_counter()
                 self._requests.append(request)
@@ -444,25 +463,25 @@ class SnapshotWorker:
             self._carry_out(effect)
 
     def near_fence(self) -> None:
-        """Announce the fence: copy the rest now, while training does what it still has to do before
-        it writes.
+        """Announce that the fence comes soon, so that the rest is copied now, while training
+        does the work that precedes its writes.
 
-        On a CPU, versions that have not started are cancelled. A device has not reached this point
-        yet, so they may still start there.
+        On a CPU, versions whose copies have not started are cancelled. With a device, which has
+        not reached this point yet, their copies may still start.
         """
         self._notify(versions.FenceNear(ahead=self.copier.engine.asynchronous))
-        # A staged version does not hold training, and is drained in the windows.
+        # A staged version does not make training wait, and is drained in windows.
         if self._state.holds_training and not self._state.staged:
             self._gate.expedite()
 
     def fence(self) -> float:
-        """Wait until no copy reads the live tensors. Called before they change (P2).
+        """Wait until no copy reads the live tensors. Called before the tensors change (P2).
 
-        A copy that has not started when the device gets here is cancelled: a version holds the
-        state of exactly one step.
+        A copy that has not started when the device reaches this point is cancelled, because a
+        version holds the state of exactly one step.
 
         Returns:
-            Seconds waited, without those in which the device had work.
+            The seconds waited, without the time in which the device still had work.
         """
         approached = self._state.fence_near
         self._notify(versions.FenceNear(ahead=True))
@@ -479,35 +498,36 @@ class SnapshotWorker:
                             FENCE_SECS,
                         ),
                     )
-        # Before TENSORS_CHANGE: every write of the script is counted by now, and the optimizer has
-        # not started to write.
+        # Check before TENSORS_CHANGE: all writes of the script are counted by now, and the
+        # optimizer has not started to write.
         self.check_tensors()
-        # P2: from here on the tensors belong to the next step; a version that is still being copied
-        # is given up. Before the device's fence: once the event is applied, the worker queues no
-        # copy of this version any more, so none can be queued after the fence.
+        # P2: from here on the tensors belong to the next step, and a version that is still being
+        # copied is given up. Apply this event before the device's fence: once it is applied, the
+        # worker queues no more copies of the version, so none can be queued after the fence.
         self._notify(Signal.TENSORS_CHANGE)
         self.copier.fence()
         return time.perf_counter() - began
 
     def check_between_passes(self) -> None:
-        """Call :meth:`check_tensors` before the fence, unless a device may still have copies to
-        make: a write that the script launches after this call could reach the tensors before
-        them."""
+        """Call :meth:`check_tensors` between two passes, before the fence. Not done while a
+        device may still have copies to make: a write that the script launches after this call
+        could be executed before these copies."""
         if not (self.copier.engine.asynchronous and self._state.task is Task.COPY):
             self.check_tensors()
 
     def check_tensors(self) -> None:
-        """Compare the write counts of the copied tensors with those at the step boundary. A version
-        is committed only after this.
+        """Compare torch's write counts of the copied tensors with those at the step boundary. A
+        version is committed only after this check.
 
-        Called by the training thread, so that none of its own writes is in progress: at the fence,
-        where the device's next writes wait for the copies; and between passes before it, since a
-        failure before this check costs the version.
+        Called by the training thread, so that no write of that thread is in progress. It is
+        called at the fence, where the device's next writes wait for the copies, and between
+        passes before the fence, so that more versions are checked before a failure could lose
+        them.
         """
         if not self._state.unchecked:
             return
         with self._changed:
-            # The worker may have given the version up since the line above.
+            # The worker may have given up the version since the line above.
             waiting = [r for r in self._requests if r.version.unchecked and r.version.cause is None]
         if not waiting or waiting[0].written is None:
             return
@@ -522,15 +542,17 @@ class SnapshotWorker:
         self._notify(versions.TensorsChecked(cause))
 
     def _await_device(self) -> None:
-        """Give waiting versions time to start while the host is ahead of its device.
+        """Wait while the host is ahead of its device and a version's copy has yet to start.
 
-        The next version in line starts within milliseconds, and may do so until the device has
-        reached the write. A version that waits for an older one may start until the device is
-        :data:`LATE_PART` of a step past the state to be copied. If the host waited longer, it would
-        lose its lead in every step, and the copy would not end before the write.
+        The copy of the next version in line starts within milliseconds, and may start until the
+        device has reached the optimizer's write. The copy of a version that waits for an older
+        one may start until the device is :data:`LATE_PART` of a step past the state to be
+        copied. If the host waited longer, it would lose its lead over the device in every step,
+        and the copy would not end before the write.
         """
         now = time.perf_counter()
-        # A step by the host's clock: the waits of this method keep the host at the device's pace.
+        # Duration of a step by the host's clock, which equals the device's because this method
+        # makes the host wait.
         step_secs = now - self._fenced_at
         late_secs = LATE_PART * step_secs
         self._fenced_at = now
@@ -538,7 +560,8 @@ class SnapshotWorker:
             return
         engine, until = self.copier.engine, now + FENCE_SECS
         at_write, at_state = engine.stamp(), self.copier.begun
-        # If the device is past the state already, it got there after the hand-over.
+        # If the device has already passed the state, take the time of the hand-over as the time
+        # at which it did.
         passed_at = self._handed_over_at if engine.reached(at_state) else None
         with self._changed:
             while self._state.may_begin and not engine.reached(at_write) and now < until:
@@ -555,8 +578,8 @@ class SnapshotWorker:
 
     @contextmanager
     def _hurried(self) -> Iterator[None]:
-        """Within this context the gate admits everything; after it nothing is paced, except what is
-        drained."""
+        """Context in which the gate admits everything. After it nothing is admitted, except
+        parts that are still to be drained."""
         self._gate.expedite()
         try:
             yield
@@ -564,13 +587,15 @@ class SnapshotWorker:
             with self._changed:
                 self._gate.reset()
                 if self._state.staged:
-                    self._gate.enter()  # drained in the windows of the next steps
+                    self._gate.enter()  # Drain in the windows of the next steps
 
     def await_vote(self, step: int, timeout_secs: float) -> None:
-        """Wait until the ranks have voted on the version of ``step``, so that the result is known.
+        """Wait until the ranks have voted on the version of ``step`` and this rank knows the
+        result.
 
-        Does not wait while the ranks have agreed that votes lag. After a wait that timed out, does
-        not wait again until the votes have caught up: a commit never blocks a step (P6).
+        Does not wait while the ranks have agreed that votes may lag. After a wait has timed out,
+        it does not wait again until the votes have caught up, because a commit must not block
+        steps (P6).
         """
         votes = self.votes
         if not self._vote_missed:
@@ -596,7 +621,8 @@ class SnapshotWorker:
         return self._state.broken
 
     def drain(self, timeout_secs: float) -> bool:
-        """Wait until every version handed over is committed or given up."""
+        """Wait until every version that was handed over is committed or given up. Return whether
+        that happened in time."""
         deadline = time.monotonic() + timeout_secs
         with self._hurried():
             self._wait_for(lambda: not self._state.holds_training, timeout_secs)
@@ -606,14 +632,15 @@ class SnapshotWorker:
             return self._runs and not self._state.versions
 
     def close(self, timeout_secs: float) -> None:
-        """Drain and end the thread."""
+        """Wait for all versions, and end the thread."""
         self.drain(timeout_secs)
         self._notify(Signal.CLOSING)
         self._thread.join(timeout=5.0)
         if not self._thread.is_alive():
             self.control.leave()
         self.copier.close()
-        if not self._thread.is_alive():  # else it may be inside a copy that does not return
+        # Otherwise the thread may be in a copy that does not return
+        if not self._thread.is_alive():
             self.arenas.close()
 
     # -- worker thread -----------------------------------------------------------------------------
@@ -682,7 +709,8 @@ class SnapshotWorker:
         """Copy this rank's blocks into a free slot.
 
         Returns:
-            How it ended; None if the fence came first.
+            The event that ended the copy; None if the version was cancelled at the fence (before
+            the optimizer writes) before its copy had begun.
         """
         if request.images is None:
             return versions.CopyFailed(SkipCause("the state could not be captured"))
@@ -706,23 +734,23 @@ class SnapshotWorker:
             self._forget_arenas()
         self.callbacks.faults.reach(FaultPoint.BEFORE_COPY, request.label.step)
         layout = self.layout
-        if layout is None:  # dropped because the files were lost
+        if layout is None:  # The layout was dropped because arena files were lost
             return Signal.UNFIT
-        # Without a permit, since training waits for the holder of a permit when a window closes,
-        # and waiting for a reader of the slot or creating an arena may take a minute.
+        # Do this without a permit: it may take a minute to wait for a reader of the slot or to
+        # create an arena, and training waits for the holder of a permit when a window closes.
         self._writer = self.arenas.begin(
             request.label,
             layout,
             wait=request.required,
             taken=lambda slot: self._apply(versions.SlotTaken(slot)),
         )
-        # Preparing the copy takes time as well, so it needs a permit. Not on a device: the host's
-        # work does not disturb it, and the permits of windows are meant for bytes.
+        # On a CPU, preparing the copy takes computing time, so it needs a permit. On a device it
+        # does not disturb training, and the permits of windows are for bytes only.
         permit = Permit(0) if self.copier.engine.asynchronous else gate.admit()
         began = time.perf_counter()
         try:
             _encode(request)
-            if not self._fits(request):  # the host state has grown
+            if not self._fits(request):  # The host state has grown
                 return Signal.UNFIT
         finally:
             gate.release(permit, time.perf_counter() - began)
@@ -741,7 +769,7 @@ class SnapshotWorker:
             on_released=self._released,
             may_stage=(lambda: self._fence_waiting) if request.paced else None,
         )
-        # Last: it may wait for the device, and training has been released by now.
+        # Do this last: it may wait for the device, and training has been released by now.
         for placed in writer.local_blocks:
             if placed.key.section is Section.HOST:
                 writer.write_host(placed, request.host_blob)
@@ -755,7 +783,7 @@ class SnapshotWorker:
             )
 
     def _released(self) -> None:
-        """Release training: everything was copied, or is staged on the device."""
+        """Release training, since everything was copied or is staged on the device."""
         staged = sum(item.chunk.nbytes for item in self.copier.staged)
         if staged:
             self.callbacks.stats.staged += 1
@@ -763,8 +791,8 @@ class SnapshotWorker:
         self._apply(versions.Released(staged=bool(staged)))
 
     def _drain(self, request: SnapshotRequest, writer: ArenaWriter) -> SkipCause | None:
-        """Copy the staged part to host memory, in the windows of the following steps. Returns why
-        that failed; None if it did not."""
+        """Copy the staged part to host memory, in the windows of the following steps. Return the
+        cause of a failure; None if it succeeded."""
         if not request.version.staged:
             return None
         began, stats = time.perf_counter(), self.callbacks.stats
@@ -780,7 +808,8 @@ class SnapshotWorker:
             self._apply(Signal.DRAINED)
 
     def _drop(self) -> None:
-        """Give the version's slot back, after its last copy has arrived there (P5)."""
+        """Free the slot of a version that is given up, after the version's last copy has arrived
+        there (P5)."""
         writer, self._writer = self._writer, None
         try:
             self.copier.wait_for_copies()
@@ -791,7 +820,7 @@ class SnapshotWorker:
                 self.callbacks.stats.total_traffic.add(writer.traffic)
 
     def _gate_for(self, request: SnapshotRequest) -> Gate:
-        """Return the gate for the chunks of a version."""
+        """Return the gate that admits the chunks of a version."""
         if request.paced:
             return self._gate
         waited_for = request.required or request.variant is Variant.BLOCKING
@@ -800,8 +829,8 @@ class SnapshotWorker:
     # -- votes -----------------------------------------------------------------------------------
 
     def _vote(self, label: VersionId) -> versions.Voted:
-        """Vote on a version. Collective. Raises TransferError if a peer is gone, or votes on
-        another version."""
+        """Vote on a version. Collective. Raises TransferError if the connection to a peer is
+        lost, or a peer votes on another version."""
         state = self._state
         verdict = self.votes.cast(label, self._ballot(state))
         if not (verdict.ok or verdict.relayout or state.head.vote_only):
@@ -821,12 +850,14 @@ class SnapshotWorker:
         return [feature for feature in self.features if feature.neutral_ballot()]
 
     def _ballot(self, state: RankState) -> Ballot:
-        """Return the ballot of this rank. On an error it votes no, since peers are waiting (P6)."""
+        """Return the ballot of this rank. If making it fails, the ballot votes no, since peers
+        are waiting (P6)."""
         voters = self._voters
         try:
             cause = state.head.cause
             numbers = {f.name: f.ballot(cause, self.layout) for f in voters}
-            # Arenas may have to be reserved after this version, before the next vote.
+            # Votes are late if this rank still has to drain, or has to reserve arenas before the
+            # next vote.
             late = state.staged or self.arenas.needs_reserving
             late = late or any(f.delays_votes(numbers[f.name]) for f in voters)
             return Ballot(state.votes_yes, relayout=state.wants_layout, late=late, features=numbers)
@@ -837,10 +868,11 @@ class SnapshotWorker:
     # -- exchange with peers, and seal -------------------------------------------------------------
 
     def _seal(self, request: SnapshotRequest) -> versions.Event:
-        """Exchange with the ring and seal the slot. Collective in the group: a rank that cannot
-        seal takes part as well, since peers wait for its blocks; the vote tells them."""
+        """Exchange bytes with the ring peers, and seal the slot. Collective in the group. A rank
+        that cannot seal takes part as well, since peers wait for its blocks; they learn of its
+        failure in the vote."""
         writer = self._writer
-        assert writer is not None  # the version was copied into it
+        assert writer is not None  # The version was copied into this arena
         failure = self._drain(request, writer)
         self.callbacks.stats.taken += 1
         assert request.images is not None
@@ -861,11 +893,12 @@ class SnapshotWorker:
             raise
         except Exception as error:
             # Peers may be waiting for blocks that this rank has not sent. A TransferError closes
-            # the connections, which ends their wait.
+            # this rank's connections, which ends the peers' wait.
             raise TransferError(f"the exchange failed: {type(error).__name__}: {error}") from error
         failure = failure or differs or self._await_check()
         # P2: a rank may find out only after sending its bytes that they are not the state of the
-        # step. If a peer sealed them, they would be restored when that rank's node is lost.
+        # step. If a peer sealed such bytes, they would be restored after a loss of that rank's
+        # node.
         refused = self._ring.confirm(writer, is_true=failure is None)
         if refused and failure is None:
             failure = versions.PEER_NOT_SEALED
@@ -873,9 +906,10 @@ class SnapshotWorker:
         return Signal.SEALED if failure is None else versions.SealFailed(failure)
 
     def _await_check(self) -> SkipCause | None:
-        """Wait until the training thread has compared the write counts, at its fence at the latest.
-        A slot that is recorded SEALED before that could be recovered although the script had
-        written to its tensors. Returns why the version must not be sealed; None if it may be."""
+        """Wait until the training thread has compared the write counts, which it does at the
+        next fence at the latest. A slot that was recorded SEALED earlier could be recovered
+        although the script had written to the tensors during the copy. Returns why the version
+        must not be sealed; None if it may be."""
         with self._changed:
             self._changed.wait_for(
                 lambda: not self._state.head.unchecked or self._state.head.cause is not None
@@ -883,17 +917,18 @@ class SnapshotWorker:
             return self._state.head.cause
 
     def _exchange(self, version: CopiedVersion) -> tuple[Sequence[PlacedBlock], SkipCause | None]:
-        """Recompute or receive peers' blocks. Collective in the group.
+        """Recompute or receive the blocks of peers. Collective in the group.
 
         Returns:
-            The received blocks, which have to be checked, and why the version must not be sealed
-            (None if it may).
+            The received blocks, whose checksums have yet to be compared, and why the version
+            must not be sealed (None if it may).
         """
         for feature in self.features:
             feature.fill(version)
         self._ring.facts(version.writer)
         differs = None
-        for feature in self.features:  # all of them: peers take part in each comparison
+        # Call all features, even after a failure: peers take part in each comparison
+        for feature in self.features:
             differs = feature.compare(version) or differs
         arrived = self._ring.blocks(version.writer)
         for feature in self.features:
@@ -905,7 +940,8 @@ class SnapshotWorker:
         faults, number = self.callbacks.faults, writer.label.step
         faults.reach(FaultPoint.BEFORE_SEAL, number)
         writer.seal()
-        # The file may have been removed meanwhile: then no version could be recovered from it (P3).
+        # The file may have been removed in the meantime; then the version could not be recovered
+        # from it (P3).
         lost = writer.arena.lost()
         if lost is not None:
             raise ArenaError(f"{writer.arena.path} {lost}")
@@ -914,9 +950,9 @@ class SnapshotWorker:
     # -- outcome of a version ----------------------------------------------------------------------
 
     def _commit(self, label: VersionId) -> None:
-        """All ranks have sealed the version."""
+        """Commit a version, since all ranks have sealed it."""
         writer, self._writer = self._writer, None
-        assert writer is not None  # it was sealed here
+        assert writer is not None  # The version was sealed in this arena
         self.arenas.commit(writer)
         self._announce_commit(label)
         self.callbacks.stats.commit(label.step, writer.traffic)
@@ -924,7 +960,7 @@ class SnapshotWorker:
         self._peer_errors.run_guarded(
             "a commit cannot be reported", lambda: self.callbacks.on_commit(label)
         )
-        # After the report, since planning the next versions may wait for the device.
+        # Do this after the report, since planning the next versions may wait for the device.
         assert self._version is not None
         for feature in self.features:
             self._peer_errors.run_guarded(
@@ -936,7 +972,8 @@ class SnapshotWorker:
         )
 
     def _announce_commit(self, label: VersionId) -> None:
-        """Log the first commit, and the one that ends a series of versions that were given up."""
+        """Log the first commit, and each commit that ends a series of versions that were given
+        up."""
         stats = self.callbacks.stats
         if self._reported_stale:
             self._reported_stale = False
@@ -965,14 +1002,14 @@ class SnapshotWorker:
     # -- the layout that all ranks have agreed on --------------------------------------------------
 
     def _forget_arenas(self) -> None:
-        """Make copier and features release their mappings of arenas, since that memory is about to
-        be freed (P9). The versions in the arenas stay."""
+        """Make the copier and the features release their mappings of arenas, since memory is
+        about to be freed (P9). The versions in the arenas stay."""
         self.copier.forget()
         for feature in self.features:
             feature.forget_arenas()
 
     def _fits(self, request: SnapshotRequest) -> bool:
-        """Return whether the layout fits the state of a request."""
+        """Return whether the current layout fits the state of a request."""
         return (
             self.layout is not None
             and request.images is not None
@@ -981,7 +1018,7 @@ class SnapshotWorker:
         )
 
     def _renew_layout(self, request: SnapshotRequest) -> versions.Event:
-        """Agree on a layout for the newest state of every rank, and reserve its memory.
+        """Agree on a layout that fits the newest state of every rank, and reserve memory for it.
         Collective.
         """
         if len(request.host_blob) > self._host_bytes:
@@ -1006,8 +1043,8 @@ class SnapshotWorker:
         return Signal.LAID_OUT
 
     def _switch_layout(self, label: VersionId) -> versions.Event:
-        """Change the protection between two versions if the votes requested it. Collective. The
-        newest committed version stays where it is (P3)."""
+        """Change the protection scheme between two versions, if the votes requested it.
+        Collective. The newest committed version stays in its slot (P3)."""
         if self.scheme.is_due:
             self._forget_arenas()
             layout = self.scheme.change(label, self.layout)
@@ -1026,9 +1063,10 @@ class SnapshotWorker:
     # -- after a version failed on one rank (P6) ---------------------------------------------------
 
     def _rejoin(self) -> versions.Event:
-        """Connect to all ranks again and agree on the version to continue after. Collective.
+        """Connect to all ranks again, and agree on the version after which to continue.
+        Collective.
 
-        If peers are gone, this fails; training notices that on its own, and the job restarts.
+        This fails if peers are gone; training notices the loss on its own, and the job restarts.
         """
         for _ in range(_REJOINS):
             if self._state.closing:
@@ -1049,16 +1087,19 @@ class SnapshotWorker:
         return versions.RejoinFailed(self._broke_off)
 
     def _agree_where_to_go_on(self, state: RankState) -> versions.Rejoined:
-        """Exchange what each rank knows and agree on the version to continue after. Collective."""
+        """Exchange the ranks' states, and agree on the version after which to continue.
+        Collective."""
         mine = versions.RejoinState(state.newest, state.slots.committed_label, self.votes.stop_step)
         told = self.control.gather_bytes(_STANDING.dump_json(mine))
         agreed = versions.resume_from(list(map(_STANDING.validate_json, told)))
         for feature in self.features:
             feature.rejoined()
-        # After the features: once training reads ``late``, it must see their reset state.
+        # Do this after resetting the features: when the training thread reads ``late``, it must
+        # see their reset state.
         self.votes.resync(agreed.stop_step)
         self._forget_arenas()
-        self._signature = self.layout = None  # the ranks agree on a layout before the next version
+        # The ranks will agree on a layout before the next version
+        self._signature = self.layout = None
         logger.warning(
             "snapshots continue after %s; the versions up to there were given up", agreed.newest
         )
@@ -1066,18 +1107,19 @@ class SnapshotWorker:
 
 
 def _attempt(act: Callable[[], object]) -> SkipCause | None:
-    """Run ``act``. Returns why it failed, or None. Only a TransferError is raised."""
+    """Run ``act``, and return the cause if it failed, otherwise None. Only a TransferError is
+    raised."""
     try:
         act()
     except TransferError:
         raise
-    except Exception as error:  # any error only costs the version (P6)
+    except Exception as error:  # Any error only costs the version (P6)
         return SkipCause.of(error)
     return None
 
 
 def _encode(request: SnapshotRequest) -> None:
-    """Encode the host state of a version, unless that is done."""
+    """Encode the host state of a version, unless that was done before."""
     make, request.encode = request.encode, None
     if make is not None:
         try:

@@ -45,7 +45,13 @@ from reft.optim import ExactAdam
 from reft.state.adam import AdamKind, replay_powers
 from reft.state.catalogue import Manifest, SectionImage, TensorSpec
 from reft.state.codec import class_path
-from reft.state.idle import IdleParameters
+from reft.state.idle import (
+    GRADIENT,
+    MASTER_GRADIENT,
+    IdleParameters,
+    OffloadedParameters,
+    PartitionedParameters,
+)
 from reft.state.supported import check_engine, check_optimizer, refuse, refuse_class
 
 Partitions = dict[str, list[tuple[str, int]]]
@@ -360,6 +366,7 @@ class StateAdapter:
         self.wrapper = engine.optimizer
         self.state = self._optimizer_state()
         self.check()
+        self.idle = self._idle_parameters()
         self._sizes = self._group_sizes()
         self._module_params = [p for _, p in engine.module.named_parameters()]
         self._places: dict[str, int] = {
@@ -371,6 +378,9 @@ class StateAdapter:
 
     def _optimizer_state(self) -> OptimizerState:
         return OptimizerState(self.wrapper.optimizer)
+
+    def _idle_parameters(self) -> IdleParameters:
+        return IdleParameters(self.engine)
 
     def check(self) -> None:
         """Refuse what this class may hold but the adapter does not know."""
@@ -405,7 +415,7 @@ class StateAdapter:
 
     @property
     def written_by_steps(self) -> frozenset[str]:
-        return frozenset()
+        return frozenset(name for name, _ in self.idle.gradients())
 
     # -- capture ---------------------------------------------------------------------------------
 
@@ -415,7 +425,7 @@ class StateAdapter:
         )
         known = {id(p) for _, p in model}
         masters = [(name, p) for name, p in self.state.masters() if id(p) not in known]
-        optimizer = [*masters, *self.state.tensors()]
+        optimizer = [*masters, *self.state.tensors(), *self.idle.gradients()]
         if self.owned:
             return SectionImage(model), SectionImage(optimizer)
         return SectionImage([*model, *optimizer]), SectionImage([])
@@ -448,7 +458,8 @@ class StateAdapter:
         return missing + missing // _MOMENTS
 
     def signature(self) -> Hashable:
-        return tuple((p.data_ptr(), p.numel()) for p in self._module_params), self.state.pointers()
+        tensors = [*self._module_params, *(gradient for _, gradient in self.idle.gradients())]
+        return tuple((t.data_ptr(), t.numel()) for t in tensors), self.state.pointers()
 
     def host_state(self) -> dict[str, Any]:
         """What is not in the images, encodable. Taken at a step boundary."""
@@ -461,6 +472,7 @@ class StateAdapter:
             "extra": self.state.extra(),
             "attributes": on_host(self.wrapper, self.attributes),
             "loss_scale": self._loss_scale(),
+            IDLE: sorted(self.idle.known),
         }
 
     def _scale_holder(self) -> Any:
@@ -533,6 +545,7 @@ class StateAdapter:
         if not self.owned:
             return self.prepare(manifest, host_state)
         self._check_same(host_state)
+        self.idle.prepare(host_state.get(IDLE, ()), ())
         self._spread(host_state)
         stored = {spec.name: spec for spec in manifest.owned}
         specs = {}
@@ -552,6 +565,7 @@ class StateAdapter:
         self, manifest: Manifest, host_state: dict[str, Any]
     ) -> tuple[SectionImage, SectionImage]:
         self._check_same(host_state)
+        self.idle.prepare(host_state.get(IDLE, ()), {spec.name for spec in manifest.owned})
         section = manifest.owned if self.owned else manifest.replicated
         self.state.materialise(host_state["layout"], {spec.name: spec for spec in section})
         self.state.restore_values(host_state["state"], host_state["extra"])
@@ -585,12 +599,17 @@ class StateAdapter:
         for name, value in host_state["loss_scale"].items():
             if name in vars(holder):
                 setattr(holder, name, value)
+        self.idle.know(host_state.get(IDLE, ()))
         replay(self.state, class_path(self.state.optimizer))
         self._link()
 
     def _link(self) -> None:
         """Make what the wrapper caches about masters and state point to the live tensors."""
 
+
+IDLE = "idle"
+"""Key of the host state: names of the parameters of which a version holds the last gradients. Older
+versions lack it."""
 
 ADDED_GROUPS = "added_groups"
 """Key of the host state: see :meth:`PlainAdapter._added_names`."""
@@ -781,11 +800,15 @@ class ZeroAdapter(_PartitionedAdapter):
     """``DeepSpeedZeroOptimizer`` at stages 1 and 2. At a step boundary both hold the same: stage 2
     has freed its partition of the gradients by then. The partition is restored whole, padding
     included, in the order that ``round_robin_gradients`` gave it. An offloaded optimizer has it in
-    host memory, and keeps gradients there, which are no state while every parameter gets one in
-    every step (:mod:`reft.follow.gradients`)."""
+    host memory, and keeps gradients there (:mod:`reft.state.idle`)."""
 
     groups = "bit16_groups"
     attributes = (*StateAdapter.attributes, "dynamic_loss_scale", "micro_step_id")
+
+    def _idle_parameters(self) -> IdleParameters:
+        if self.wrapper.cpu_offload:
+            return OffloadedParameters.of(self.engine)
+        return super()._idle_parameters()
 
     def check(self) -> None:
         _check_zero_wrapper(self.wrapper)
@@ -834,9 +857,11 @@ class Zero3Adapter(StateAdapter):
 
     def __init__(self, engine: Any) -> None:
         super().__init__(engine)
-        self._idle = IdleParameters.of(engine)
         self._sub_groups = self._name_sub_groups()
         self._clear_padding()
+
+    def _idle_parameters(self) -> IdleParameters:
+        return PartitionedParameters.of(self.engine)
 
     def _optimizer_state(self) -> OptimizerState:
         return SubGroupState(self.wrapper)
@@ -877,10 +902,6 @@ class Zero3Adapter(StateAdapter):
             for part, p in zip(parts, parameters, strict=True):
                 clear(part, p)
 
-    @property
-    def written_by_steps(self) -> frozenset[str]:
-        return frozenset(name for name, _ in self._idle.gradients())
-
     def _partitions(self) -> list[tuple[str, torch.Tensor]]:
         """This rank's part of every parameter. Walks the model each time, because the script may
         register modules late."""
@@ -890,34 +911,23 @@ class Zero3Adapter(StateAdapter):
         )
 
     def images(self) -> tuple[SectionImage, SectionImage]:
-        self._idle.end_step()
         optimizer = [*self.state.masters(), *self.state.tensors()]
-        owned = [*self._partitions(), *optimizer, *self._idle.gradients()]
+        owned = [*self._partitions(), *optimizer, *self.idle.gradients()]
         return SectionImage([]), SectionImage(owned)
 
     def signature(self) -> Hashable:
-        self._idle.end_step()
-        tensors = [*self._partitions(), *self._idle.gradients()]
+        tensors = [*self._partitions(), *self.idle.gradients()]
         return tuple((t.data_ptr(), t.numel()) for _, t in tensors), self.state.pointers()
-
-    def prepare(
-        self, manifest: Manifest, host_state: dict[str, Any]
-    ) -> tuple[SectionImage, SectionImage]:
-        self._idle.prepare(host_state["idle"])
-        return super().prepare(manifest, host_state)
 
     def prepare_resized(
         self, manifest: Manifest, host_state: dict[str, Any]
     ) -> tuple[SectionImage, SectionImage]:
-        self._idle.prepare(host_state["idle"])
         images = super().prepare_resized(manifest, host_state)
         host_state["sub_groups"] = self._sub_groups
         return images
 
     def host_state(self) -> dict[str, Any]:
-        self._idle.end_step()
-        mine = {"idle": sorted(self._idle.known), "sub_groups": self._sub_groups}
-        return {**super().host_state(), **mine}
+        return {**super().host_state(), "sub_groups": self._sub_groups}
 
     def _name_sub_groups(self) -> list[list[list[str]]]:
         """Names of the parameters of every sub-group, by group. DeepSpeed fills a sub-group with
@@ -929,10 +939,6 @@ class Zero3Adapter(StateAdapter):
             group.append([names[id(p)] for p in parameters])
         return groups
 
-    def restore_caches(self, host_state: dict[str, Any]) -> None:
-        super().restore_caches(host_state)
-        self._idle.known = set(host_state["idle"])
-
     def partitioned(self, host_state: Mapping[str, Any]) -> Partitions:
         # The script may register a parameter late, which DeepSpeed does not partition then.
         sizes = {
@@ -941,9 +947,9 @@ class Zero3Adapter(StateAdapter):
             if hasattr(p, "ds_tensor")
         }
         found: Partitions = {
-            f"{kind}.{name}": [(name, numel)]
+            kind + name: [(name, numel)]
             for name, numel in sizes.items()
-            for kind in ("model", "gradient", "master_gradient")
+            for kind in ("model.", GRADIENT, MASTER_GRADIENT)
         }
         for g, group in enumerate(host_state["sub_groups"]):
             for i, names in enumerate(group):

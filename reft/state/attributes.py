@@ -1,9 +1,9 @@
 """Captures the state of a script's objects that have no ``state_dict``, from those of their
 attributes that hold state.
 
-These are random generators, and all numbers, strings, tensors and collections of them that have
-changed since the object was first seen. An attribute that has not changed is taken as a setting,
-which the script sets at every start, perhaps to another value.
+Such attributes are random generators, and all numbers, strings, tensors and collections of them
+that have changed since the object was first seen. An attribute that has not changed is taken as
+a setting, which the script sets at every start, perhaps to another value.
 """
 
 from __future__ import annotations

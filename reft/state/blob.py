@@ -334,10 +334,9 @@ def _restore_rest(engine: Any, state: dict[str, Any], *, scheduler: bool) -> Non
     restore_rng(state["rng"])
 
 
-# --- buffers
-# ------------------------------------------------------------------------------------- Forward
-# passes change buffers (running statistics, caches), so buffers cannot be copied while the next
-# step runs.
+# --- buffers --------------------------------------------------------------------------------------
+# Forward passes change buffers (running statistics, caches), so buffers cannot be copied while the
+# next step runs.
 
 
 def capture_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:

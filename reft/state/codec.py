@@ -339,7 +339,7 @@ def _make_scalar(parts: Any) -> Any:
 
     name, raw = parts
     dtype = _make_dtype(name)
-    if dtype.itemsize == 0:  # An empty numpy string or bytes
+    if dtype.itemsize == 0:  # The dtype of an empty numpy string or bytes
         return np.zeros((), dtype=dtype)[()]
     return np.frombuffer(bytearray(raw), dtype=dtype)[0]
 

@@ -49,7 +49,8 @@ _NOWHERE = Path("/nonexistent/reft-template")
 _TAG = "template"
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 _SCHEDULES = ("data_sampler", "random_ltd")
-# Keys of the optimizer wrapper's state dict, in the model file without ZeRO and in the ZeRO file.
+# Keys under which the optimizer wrapper's state dict is stored: in the model file without ZeRO,
+# and in the ZeRO file.
 _OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict")
 # Keys of the torch optimizer's state dict within the wrapper's state dict.
 _INNER_KEYS = ("optimizer_state_dict", "base_optimizer_state")
@@ -164,7 +165,7 @@ class _RecordingEngine:
 
 
 def _record(engine: Any) -> tuple[dict[str, Any], str, bool]:
-    """Record what the engine would save.
+    """Record what the engine would save, without saving it.
 
     Returns:
         State dict by file name, the name of the model's file, and whether DeepSpeed would copy its
@@ -285,10 +286,11 @@ def _detach_all(item: Any, device: Any = None) -> Any:
     return item
 
 
-# --- values that change every step, and their place in the host state
-# ----------------------------- A value for which the code below finds no place in the host state
-# is assumed to stay the same as long as the layout does. A module's state dict may hold only
-# tensors: any other value could change unnoticed, so it is refused.
+# --- values that change every step, and their place in the host state -----------------------------
+#
+# A value for which the code below finds no place in the host state is assumed to stay the same as
+# long as the layout does. A module's state dict may hold only tensors: any other value could change
+# unnoticed, so it is refused.
 
 
 def client_state(host_state: HostState) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Writes a version's blocks as DeepSpeed's own checkpoint files."""
+"""Writes a version as checkpoint files in DeepSpeed's own format."""
 
 from __future__ import annotations
 

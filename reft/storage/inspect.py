@@ -1,9 +1,9 @@
 """Inspects the memory of a job, live or dead, on one or several nodes: ``reft inspect``, ``reft
 verify``.
 
-Both commands read the arenas' headers; ``verify`` also reads every block. They start no process
-and change nothing. Whether a version can be recovered is decided by the same plan that a restart
-uses.
+Both commands read the arenas' headers; ``verify`` also reads every block. The commands start no
+process and change nothing. Whether a version can be recovered is decided by the same plan that a
+restart uses.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class ArenaReport:
     node: str  # Node that holds the file
     path: Path
     header: ArenaHeader | None  # Header of the arena; None if EMPTY
-    nbytes: int  # Size of the file
-    # Blocks whose bytes do not match their checksum; None if they were not read
+    nbytes: int  # Size of the file in bytes
+    # Blocks whose bytes do not match their checksum; None if the blocks were not read
     bad_blocks: tuple[BlockKey, ...] | None = None
 
     @property
@@ -143,12 +143,12 @@ class JobReport:
 
     job_id: str
     directories: Mapping[str, Path]  # Inspected directory of each node
-    alive_because: Mapping[str, tuple[str, ...]]  # Live processes of each node
-    versions: tuple[VersionReport, ...]  # Newest first
+    alive_because: Mapping[str, tuple[str, ...]]  # Processes of the job that live on each node
+    versions: tuple[VersionReport, ...]  # All versions that were found, newest first
     # Version that a restart on these nodes would restore; None if there is none
     restores: VersionId | None
     why: tuple[str, ...]  # Reasons for this choice, from the recovery plan
-    empty: tuple[ArenaReport, ...]  # EMPTY arenas
+    empty: tuple[ArenaReport, ...]  # Arenas that hold no version (state EMPTY)
     problems: tuple[str, ...]  # Arenas that could not be read, with the error
     verified: bool  # Whether every stored block was read and compared with its checksum
 

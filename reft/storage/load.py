@@ -69,7 +69,7 @@ _TAG_STEP = re.compile(r"^\.?global_step(\d+)")
 class DiskCheckpoint:
     """A checkpoint that was found on storage."""
 
-    directory: Path  # ``load_dir`` of ``load_checkpoint``
+    directory: Path  # Directory to pass to ``load_checkpoint`` as ``load_dir``
     tag: str
     step: int  # Optimizer steps at which it was taken; -1 if unknown before it is loaded
     # Version id if this job wrote the checkpoint; None if another job or a job without reft did
@@ -307,7 +307,7 @@ class DiskRestorer:
                 )
 
     def refused(self, found: LoadedCheckpoint) -> tuple[str, ...]:
-        """Return the reasons for which checkpoints were refused so far."""
+        """Return, for each checkpoint that was refused so far, the reason."""
         return (*found.problems, *self._refused.values())
 
     def check(self, checkpoint: DiskCheckpoint, *, whole: bool = True) -> dict[str, Any] | None:

@@ -39,7 +39,7 @@ class OfflineResult:
     """A version that was written without the job's processes."""
 
     checkpoint: PersistedInfo  # The checkpoint that was written
-    plan: RecoveryPlan  # The version, and the sources of its blocks
+    plan: RecoveryPlan  # Recovery plan, which names the version and the sources of its blocks
     # Number of blocks that did not match their checksum and were read from another source
     corrupt_blocks: int
 

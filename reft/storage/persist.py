@@ -73,7 +73,7 @@ _KEEP_LONGER = "write less often, or keep one more version in memory (reft.arena
 class PersistProgress:
     """Progress of this node in writing a version."""
 
-    phase: str  # "writing", "written", "renaming", "renamed" or "latest"
+    phase: str  # Phase: "writing", "written", "renaming", "renamed" or "latest"
     nbytes: int = 0  # Bytes of the blocks written so far
     total_bytes: int = 0  # Bytes of all blocks that this node writes
 
@@ -90,8 +90,8 @@ Files = Mapping[str, FileRecord]
 class PersistOptions:
     """Where a version is written, and how."""
 
-    directory: Path  # The job's directory, which all nodes share
-    keep: int = 2  # Number of newest checkpoints that are kept
+    directory: Path  # Directory of the job on storage, which all nodes share
+    keep: int = 2  # Number of newest checkpoints to keep
     # Seconds without a new part from any node after which this node gives up
     timeout_secs: float = 600.0
     # Set by another thread to make the writer give up
@@ -123,7 +123,7 @@ class VersionSource:
     # the shard.
     blocks: Mapping[Coordinate, Sequence[BlockInFile]]
     secret: bytes  # Key that authenticates the records which the nodes exchange through files
-    node: str  # This node, for messages
+    node: str  # Id of this node, for messages
     fingerprint: str | None = None  # Encoded fingerprint of the job; None if unknown
     writer: int = 0  # Incarnation of the writing process, if later than the version's
 
@@ -359,7 +359,8 @@ class _Writing:
         self.source = source
         self.options = options
         self.work = WorkDir.of(options.directory, source.job_id, source.label, source.writer)
-        self.incarnation = max(source.writer, source.label.incarnation)  # Incarnation that writes
+        # Incarnation of the writing process
+        self.incarnation = max(source.writer, source.label.incarnation)
 
     def write(
         self, unpin: Callable[[], None], reach: Callable[[Coordinate], None]

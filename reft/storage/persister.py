@@ -53,7 +53,7 @@ class PersistStatus:
     writing: VersionId | None = None  # Version that is being written
     phase: str | None = None  # Phase of writing, as in PersistProgress
     stale_since_step: int | None = None  # Step since which no version has reached storage
-    error: str | None = None  # Last error
+    error: str | None = None  # Last error of writing; None after a success
     attempts: int = 0  # Number of attempts since the last success
     lag_steps: int = 0  # Steps by which storage is older than memory
     # Newest due version that newer ones replaced in memory before it was written
@@ -107,7 +107,9 @@ class Persister:
         # Newest version whose protection is known, and whether the loss of one node would lose
         # it.
         self._unprotected: tuple[VersionId | None, bool] = (None, False)
-        self._fenced = (0, "")  # Newest incarnation that fenced this node, and the message
+        # Newest incarnation that has taken over the storage from this node, and the error's
+        # message
+        self._fenced = (0, "")
         self._refused: VersionId | None = None  # Version at which storage failed last
         # First due version that was skipped since the last successful write, because memory no
         # longer held it; None if none was.

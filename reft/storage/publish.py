@@ -135,7 +135,7 @@ class BlockInFile:
     # Position and checksum; the checksum was computed when the bytes were copied from training
     entry: Entry
     buffer: memoryview  # Data region that holds the block at ``entry.arena_offset``
-    origin: str  # Name of the data region, for messages
+    origin: str  # Description of the data region, for messages
 
     @property
     def data(self) -> memoryview:

@@ -61,7 +61,8 @@ class TemplateBuilder:
     """Turns the recorded state dict of a file into template nodes."""
 
     file: str  # Name of the file, for messages
-    images: tuple[SectionImage, SectionImage]  # Live replicated and owned image
+    # Images of the live tensors: replicated and owned section
+    images: tuple[SectionImage, SectionImage]
     resolve: Resolve  # Finds a value's path in the host state; every result is checked
     host_state: HostState
 

@@ -75,9 +75,11 @@ class PeerCheck(VersionFeature):
         self._turn: int | None = None
         """Turn (selection of blocks) of the next version; None until the ranks have voted on a
         version together; until then the version's step is used instead."""
-        self._blocks: Sequence[int] = ()  # Blocks compared in the newest version
+        # Indices of the blocks that are compared with the newest version
+        self._blocks: Sequence[int] = ()
         self._memory = torch.zeros(0, dtype=torch.int64)
-        self._images: LiveImages | None = None  # Images of the newest version
+        # Images of the newest version; None before the first
+        self._images: LiveImages | None = None
         self._control: WorkerControl | None = None
         self._topology: Topology | None = None
 

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 
 import reft
 from tests.attack.test_p3_loads import Heard
+from tests.commands import command
 from tests.engine.ranks import be_a_rank, run_ranks
 
 pytestmark = pytest.mark.integration
@@ -334,6 +335,33 @@ def goes_back(root: Path, heard: Heard) -> dict[str, Any]:
     return {"first": first, "again": life.losses}
 
 
+def goes_back_by_its_directory(root: Path) -> list[int]:
+    """Steps to which loads without a tag take a training job whose newest version is on storage, too: from a
+    directory with a checkpoint, as a Trainer loads its best model, and from one without."""
+    memory, saved = root / "memory", root / "directory"
+    block = {"enabled": True, "job_id": "directory", "memory_dir": str(memory)}
+    first = Life(block, 9, saved, save_at=4)
+    first.pipeline()
+    data = iter(RepeatingLoader(torchs()))
+    first.load()
+    first.read(data)
+    reft.attach(first.engine).close(60)
+    store = root / "store"
+    answer = command("persist", "--memory-dir", memory, "--job", "directory", "--out", store)
+    assert answer.code == 0, answer
+    again = Life({**block, "persist": {"dir": str(store)}}, 10, saved)
+    engine = again.pipeline()
+    again.load()
+    assert int(engine.global_steps) == 9
+    again.read(data)
+    steps = []
+    for directory in (saved, root / "empty"):
+        engine.load_checkpoint(str(directory))
+        steps.append(int(engine.global_steps))
+    reft.attach(engine).close()
+    return steps
+
+
 def client_state(root: Path) -> dict[str, Any]:
     memory = root / "memory"
     block = {"enabled": True, "job_id": "client", "memory_dir": str(memory)}
@@ -372,6 +400,7 @@ def main(root: Path) -> dict[str, Any]:
         lives = [live(script, block, until, root / "none", heard) for until in (*STOPS, STEPS)]
         out[name] = {"undisturbed": undisturbed["losses"], "lives": lives}
     out["goes_back"] = goes_back(root, heard)
+    out["goes_back_by_its_directory"] = goes_back_by_its_directory(root)
     out["client_state"] = client_state(root)
     return out
 
@@ -431,6 +460,10 @@ def test_a_script_that_went_there_by_itself_is_not_warned_when_it_resumes(result
 def test_p8_going_back_takes_the_data_back(result: dict) -> None:
     found = result["goes_back"]
     assert found["again"] == found["first"][4:]
+
+
+def test_p3_a_training_job_goes_back_to_the_directory_that_the_script_names(result: dict) -> None:
+    assert result["goes_back_by_its_directory"] == [4, 9]
 
 
 def test_p8_attached_client_state_comes_back_from_disk_and_survives_a_death_before_the_next_commit(

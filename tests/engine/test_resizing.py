@@ -76,6 +76,9 @@ def make(settings: dict[str, Any]) -> Any:
     model = Mlp(
         WIDTH, 301
     )  # two groups of odd sizes: their parts are padded, and differently at every degree
+    if "offload_optimizer" in settings.get("zero_optimization", {}):
+        # No step uses it: a version holds its gradient, which stays with the old degree.
+        model.spare_weight = torch.nn.Parameter(torch.ones(5))
     return reft.initialize(model=model, model_parameters=groups(model), config=settings)[0]
 
 

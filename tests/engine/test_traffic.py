@@ -114,8 +114,8 @@ def watched(root: Path, name: str, zero: int, **options: Any) -> dict[str, Any]:
     layout = session.worker.layout
     assert layout is not None
     sizes, mine = layout.plan.sizes, layout.mine
+    session.close()  # which takes the version of the last step
     stats = session.stats.to_json()
-    session.close()
     return {
         "losses": losses,
         "versions": versions,

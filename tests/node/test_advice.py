@@ -13,6 +13,7 @@ from reft.node.advice import (
     Memory,
     SpeedSample,
     advise,
+    applicable,
     dropping_pays,
     estimate_gain,
     scale_plan,
@@ -101,6 +102,25 @@ def test_what_is_advised(
 ) -> None:
     assert [(str(a.action), a.nodes, a.workers) for a in advise(seen)] == wanted
     assert all(a.why and str(a) and json.dumps(a.to_json()) for a in advise(seen))
+
+
+@pytest.mark.parametrize(
+    ("spares", "advices", "chosen"),
+    [
+        ((), [("replace", ("b",), 4), ("drop", ("c",), 3)], 1),
+        (("e",), [("memory", ("a",), 4), ("replace", ("b",), 4)], 1),
+        (("e",), [("add", (), 6)], None),
+        (("e", "f"), [("add", (), 6)], 0),
+        ((), [("remove", (), 2)], 0),
+        ((), [], None),
+    ],
+)
+def test_what_needs_no_new_node_can_be_carried_out(
+    spares: tuple[str, ...], advices: list[tuple[str, tuple[str, ...], int]], chosen: int | None
+) -> None:
+    given = [Advice(AdvisedAction(action), nodes, n, "why") for action, nodes, n in advices]
+    found = applicable(JobSituation(ABCD, spares), given)
+    assert found == (None if chosen is None else given[chosen])
 
 
 def test_a_node_is_dropped_only_where_the_others_are_faster_without_it() -> None:

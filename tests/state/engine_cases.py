@@ -3,6 +3,8 @@ wrapper that each case is of."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 from engine_optimizers import (
@@ -18,6 +20,7 @@ from engine_optimizers import (
 
 from tests.old_deepspeed import BF16_OPTIMIZER_IS_NEVER_MADE, VERSION
 
+CONFIGS = Path(__file__).parents[2] / "configs"
 TORCH_ADAM = {"type": "AdamW", "params": {"lr": 3e-3, "weight_decay": 0.1, "torch_adam": True}}
 WARMUP = {"type": "WarmupLR", "params": {"warmup_max_lr": 5e-3, "warmup_num_steps": 5}}
 FP16 = {
@@ -59,14 +62,29 @@ def fused(module: Any) -> Any:
     return PythonFusedAdam(groups(module))
 
 
+SHIPPED: set[str] = set()
+"""Files of ``configs/`` that some case trains with, without their extension."""
+
+
+def shipped(name: str, **more: Any) -> dict[str, Any]:
+    """A configuration of ``configs/``, with the batches of these tests."""
+    SHIPPED.add(name)
+    config = json.loads((CONFIGS / f"{name}.json").read_text())
+    for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "reft"):
+        del config[key]
+    return {**config, **more}
+
+
 Case = dict[str, Any]
+# The first step after the snapshot gives a parameter no gradient: DeepSpeed steps it with that of an earlier step.
+MISSES: Case = {"early": (0, 2)}
+# In that step only the last micro-batch gives it one, which DeepSpeed adds to that of an earlier step.
+LATE_IN_STEPS: Case = {"early": (0, 2), "at_last": (1, 3)}
 CASES: dict[str, Case] = {
-    "fp32_z0_torch_adam": {
-        "config": {"optimizer": TORCH_ADAM, "scheduler": WARMUP, "gradient_clipping": 0.5}
-    },
+    "fp32_z0_torch_adam": {"config": shipped("fp32", scheduler=WARMUP)},
     "fp32_z0_client_adamw": {"client": adamw, "scheduler": lambda_lr},
     "fp32_z0_client_sgd": {"client": momentum, "scheduler": cosine, "tracker": True},
-    "fp16_z0_unfused": {"config": {"optimizer": TORCH_ADAM, "fp16": FP16, "scheduler": WARMUP}},
+    "fp16_z0_unfused": {"config": shipped("fp16", fp16=FP16, scheduler=WARMUP)},
     "fp16_z0_unfused_static": {
         "config": {"optimizer": TORCH_ADAM, "fp16": {"enabled": True, "loss_scale": 64}}
     },
@@ -78,11 +96,7 @@ CASES: dict[str, Case] = {
         "client": adamw,
         "scheduler": cosine,
     },
-    "bf16_z1_fp32_accumulation": {
-        "config": bf16(
-            "fp32", optimizer=TORCH_ADAM, scheduler=WARMUP, gradient_clipping=1.0, **ZERO1
-        )
-    },
+    "bf16_z1_fp32_accumulation": {"config": shipped("bf16-zero1", scheduler=WARMUP)},
     "bf16_z1_bf16_accumulation": {"config": bf16("bf16", **ZERO1), "client": adamw},
     "fp32_z2": {
         "config": {
@@ -93,6 +107,7 @@ CASES: dict[str, Case] = {
         }
     },
     "fp16_z2": {"config": {"optimizer": TORCH_ADAM, "fp16": FP16, **ZERO2}},
+    "bf16_z2": {"config": shipped("bf16-zero2")},
     "bf16_z2_in_pieces": {
         "config": bf16("bf16", zero_optimization={"stage": 2, **IN_PIECES}, gradient_clipping=1.0),
         "client": adamw,
@@ -105,12 +120,22 @@ CASES: dict[str, Case] = {
             "gradient_clipping": 0.5,
             **offloaded(1),
             **TORCH_ON_HOST,
-        }
+        },
+        **MISSES,
     },
     "offload_bf16_z1_fp32_accumulation": {
         "config": bf16("fp32", **offloaded(1, pinned=True), **TORCH_ON_HOST),
         "client": adamw,
         "scheduler": lambda_lr,
+        **MISSES,
+    },
+    "offload_fp32_z2": {
+        "config": {"optimizer": TORCH_ADAM, **offloaded(2), **TORCH_ON_HOST},
+        **MISSES,
+    },
+    "offload_bf16_z2_late_in_steps": {
+        "config": bf16(optimizer=TORCH_ADAM, **offloaded(2, pinned=True), **TORCH_ON_HOST),
+        **LATE_IN_STEPS,
     },
     "offload_bf16_z2_overflow": {
         "config": bf16(
@@ -131,8 +156,7 @@ CASES: dict[str, Case] = {
         "disk": True,
     },
     "disk_bf16_z2": {"config": bf16("fp32", optimizer=TORCH_ADAM, **ZERO2), "disk": True},
-    # All parameters are persistent, being smaller than the default threshold. The first step after the snapshot gives one
-    # no gradient: DeepSpeed steps it with that of the step before.
+    # All parameters are persistent, being smaller than the default threshold.
     "fp32_z3": {
         "config": {
             "optimizer": TORCH_ADAM,
@@ -140,7 +164,7 @@ CASES: dict[str, Case] = {
             "gradient_clipping": 0.5,
             **zero3(),
         },
-        "early": (0, 2),
+        **MISSES,
     },
     "fp16_z3": {"config": {"optimizer": TORCH_ADAM, "fp16": FP16, **zero3()}},
     "bf16_z3_sub_groups": {
@@ -154,6 +178,7 @@ CASES: dict[str, Case] = {
         "config": bf16(
             "bf16", optimizer=TORCH_ADAM, **zero3(stage3_param_persistence_threshold=13)
         ),
+        **LATE_IN_STEPS,
     },
     "bf16_z3_built_in_pieces": {
         "config": bf16(
@@ -184,14 +209,14 @@ CASES: dict[str, Case] = {
         }
     },
     "disk_bf16_z3": {
-        "config": bf16(optimizer=TORCH_ADAM, scheduler=WARMUP, **zero3()),
+        "config": shipped("bf16-zero3", scheduler=WARMUP),
         "disk": True,
     },
     "offload_bf16_z3": {
         "config": bf16(
             optimizer=TORCH_ADAM, gradient_clipping=1.0, **offloaded(3), **TORCH_ON_HOST
         ),
-        "early": (0, 2),
+        **MISSES,
     },
     "offload_bf16_z3_weights": {
         "config": bf16(
@@ -281,12 +306,24 @@ COMPILED: dict[str, Case] = {
             "optimizer": HOST_ADAM,
             **offloaded(2),
         },
+        **LATE_IN_STEPS,
     },
     "offload_fp16_z2": {
         "config": {"fp16": FP16, "optimizer": HOST_ADAM, **offloaded(2, pinned=True)},
     },
     "disk_offload_bf16_z2": {
-        "config": bf16(optimizer=HOST_ADAM, **offloaded(2)),
+        "config": shipped("bf16-zero2-offload"),
+        "disk": True,
+    },
+    "offload_fp32_z3_two_groups": {
+        "config": {**offloaded(3, sub_group_size=40), "gradient_clipping": 0.5},
+        "client": host_adam,
+        "scheduler": lambda_lr,
+        **MISSES,
+    },
+    "offload_bf16_z3_weights": {"config": shipped("bf16-zero3-offload"), **LATE_IN_STEPS},
+    "disk_offload_bf16_z3": {
+        "config": bf16(optimizer=HOST_ADAM, **offloaded(3)),
         "disk": True,
     },
 }
@@ -300,8 +337,9 @@ _WRAPPERS = {
     "pipe_fp16_z0_unfused",
     "FP16Adapter FP16_Optimizer": "fp16_z0_fused disk_fp16_z0_fused",
     "ZeroAdapter DeepSpeedZeroOptimizer": "fp32_z1 fp16_z1 bf16_z1_bf16_accumulation pipe_fp32_z1 pipe_fp16_z1 "
-    "pipe_bf16_z1_bf16_accumulation fp32_z2 fp16_z2 bf16_z2_in_pieces disk_bf16_z2 "
-    "offload_fp32_z1 offload_bf16_z1_fp32_accumulation offload_bf16_z2_overflow offload_fp16_z2 disk_offload_bf16_z2 "
+    "pipe_bf16_z1_bf16_accumulation fp32_z2 fp16_z2 bf16_z2 bf16_z2_in_pieces disk_bf16_z2 "
+    "offload_fp32_z1 offload_bf16_z1_fp32_accumulation offload_fp32_z2 offload_bf16_z2_late_in_steps "
+    "offload_bf16_z2_overflow offload_fp16_z2 disk_offload_bf16_z2 "
     "pipe_offload_bf16_z1",
     "Zero3Adapter DeepSpeedZeroOptimizer_Stage3": "fp32_z3 fp16_z3 bf16_z3_sub_groups bf16_z3_some_persistent "
     "bf16_z3_built_in_pieces bf16_z3_before_first_step bf16_z3_secondary_partitions disk_bf16_z3 fp32_z3_autocast "

@@ -58,12 +58,16 @@ class Net(nn.Module):
         self.output = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.output.weight = self.embed.weight
         self.step = 0
-        self.early: tuple[int, ...] = ()  # further steps from which ``late`` gets gradients
+        self.is_last = True  # whether the micro-batch is the last one of the step
+        # Further steps that use ``late``, and those of which only the last micro-batch does
+        self.early: tuple[int, ...] = ()
+        self.at_last: tuple[int, ...] = ()
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         hidden = self.second(self.first(self.embed(tokens)))
         hidden = hidden + 0.1 * self.frozen(hidden)
-        if self.step >= LATE or self.step in self.early:
+        at_last = self.is_last and self.step in self.at_last
+        if self.step >= LATE or self.step in self.early or at_last:
             hidden = hidden * (1 + self.late.sum())
         return loss_fn(self.output(hidden), labels)
 

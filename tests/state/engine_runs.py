@@ -69,7 +69,7 @@ def build(case: Case) -> Any:
         init = deepspeed.zero.Init if case.get("zero_init") else nullcontext
         with init():
             model = Net(empty=not is_zero3(case))  # which ZeRO-3 cannot gather
-        model.early = case.get("early", ())
+        model.early, model.at_last = case.get("early", ()), case.get("at_last", ())
         if case.get("trains_all"):
             model.requires_grad_(True)
     client = case.get("client")
@@ -104,7 +104,8 @@ def train(engine: Any, case: Case, upto: int) -> list[str]:
             losses.append(float(engine.train_batch(batches(step, replica, overflow))).hex())
             continue
         engine.module.step = step
-        for tokens, labels in batches(step, engine.global_rank, overflow):
+        for micro, (tokens, labels) in enumerate(batches(step, engine.global_rank, overflow), 1):
+            engine.module.is_last = micro == GRADIENT_ACCUMULATION
             loss = engine(tokens, labels)
             engine.backward(loss)
             engine.step()

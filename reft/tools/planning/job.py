@@ -256,12 +256,6 @@ def plan_job(
         )
     shape, assumed = _find_shape(model, parameters, layouting.tp, seq_length)
     notes += [assumed] if assumed else []
-    share = 1.0 if trained is None else trained / (parameters or shape.parameters)
-    if not 0 < share <= 1:
-        raise ConfigError(
-            f"--trained-parameters is {trained:g}; write at most the model's number, "
-            f"{parameters or shape.parameters:g}, such as 40M for adapters"
-        )
     samples = _count(config, "train_micro_batch_size_per_gpu") or 1
     dp, micro_batches = _batches(config, cluster, layouting, samples, notes)
     if shape.heads % layouting.tp:
@@ -270,15 +264,14 @@ def plan_job(
             "change --tp"
         )
     degrees = Degrees(layouting.pp, dp, layouting.tp)
-    if share < 1:
-        total = parameters or shape.parameters
-        notes.append(_explain_frozen(total, share * total, half=half, owned=owned))
     training = Training(
         *(shape, cluster, layouting.tp, layouting.pp, dp, micro_batches, samples),
         zero_1=owned,
         zero_3=zero_3,
         offloaded=is_offloaded(config),
-        trained_share=share,
+        trained_share=_trained_share(
+            parameters or shape.parameters, trained, half=half, partitioned=owned, notes=notes
+        ),
     )
     nodes = [rank // cluster.devices_per_node for rank in range(degrees.world_size)]
     auto = layouting.order in ("auto", "across-nodes")
@@ -311,24 +304,37 @@ def _find_shape(
     )
 
 
-def _explain_frozen(total: float, trained: float, *, half: bool, owned: bool) -> str:
-    """Return a note on the bytes of frozen weights.
+def _trained_share(
+    total: float, trained: float | None, *, half: bool, partitioned: bool, notes: list[str]
+) -> float:
+    """Return the fraction of the parameters that is trained.
 
     Args:
         total: number of parameters.
-        trained: number of parameters that are trained.
-        half: whether weights have 16 bits.
-        owned: whether the optimizer is partitioned over replicas.
+        trained: number of those that are trained; None: all.
+        half: weights have 16 bits.
+        partitioned: the optimizer is partitioned over replicas, and has master weights.
+        notes: list to which a note about frozen weights is appended.
+
+    Raises:
+        ConfigError: ``trained`` is not between 0 and ``total``.
     """
-    weight_bytes = MODEL_BYTES if half else 4
-    optimizer_bytes = OPTIMIZER_BYTES if half or owned else _MOMENT_BYTES
-    changing = decimal(round(trained * (weight_bytes + optimizer_bytes)))
-    constant = decimal(round((total - trained) * weight_bytes))
-    return (
-        f"{total - trained:.3g} parameters are frozen: {changing} of all ranks' state change in a "
-        f"step, and {constant} are in every version, but sent to peers only once; they are copied "
-        "from a device to be compared"
+    if trained is None or trained == total:
+        return 1.0
+    if not 0 < trained < total:
+        raise ConfigError(
+            f"--trained-parameters is {trained:g}; write at most the model's number, {total:g}, "
+            "such as 40M for adapters"
+        )
+    model = MODEL_BYTES if half else 4
+    optimizer = OPTIMIZER_BYTES if half or partitioned else _MOMENT_BYTES
+    changing, frozen = round(trained * (model + optimizer)), round((total - trained) * model)
+    notes.append(
+        f"{total - trained:.3g} parameters are frozen: of the state of all ranks, without copies, "
+        f"{decimal(changing)} change in a step; {decimal(frozen)} are in every version, but sent "
+        "to peers only once (they are copied from a device, to be compared)"
     )
+    return trained / total
 
 
 def _count_bytes(config: Mapping[str, Any], pp: int, notes: list[str]) -> tuple[bool, bool]:

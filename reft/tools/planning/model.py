@@ -377,10 +377,10 @@ class Training:
 
     @property
     def fits_device(self) -> bool:
-        """Whether weights, and optimizer and half-precision gradients of trained ones, fit into a
-        device's memory.
+        """Whether model, optimizer and half-precision gradients fit into a device's memory.
 
-        With ZeRO, only the device's own partitions count; an offloaded optimizer takes nothing.
+        Frozen weights have neither gradients nor optimizer state. With ZeRO, only the device's own
+        partitions count; an offloaded optimizer takes nothing.
         Activations, and weights that ZeRO-3 has gathered, are not counted.
         """
         largest = max(self.stage_parameters(p) for p in range(self.stages))
@@ -395,7 +395,7 @@ class Training:
         """Seconds of each stage for the forward pass of one micro-batch.
 
         Counted are 2 operations per parameter and token, and those of attention. The backward pass
-        takes twice as long, or as long if no gradients of weights are computed.
+        takes twice as long, or as long if it computes no gradients of weights.
         """
         return tuple(
             self._forward_flops(p) / self.machine.achieved_flops for p in range(self.stages)
