@@ -212,9 +212,9 @@ def _iterations(jobs: Sequence[Predictions]) -> Iterator[Row]:
         seq, m = max(by_batch, key=lambda batch: min(by_batch[batch]))
         most = by_batch[seq, m]
         cause = (
-            f"Tried: batch, which is not printed: up to {_range(most)}, with {seq:,} tokens and "
+            f"Tried: batch, which is not printed: {_range(most)} with {seq:,} tokens and {m} "
+            f"micro-batches, the most of {len(batches)}."
         )
-        cause += f"{m} micro-batches."
         if max(most) < _SAVED:
             cause = f"Not explained. {cause}"
         if min(found) > _SAVED:
@@ -506,7 +506,7 @@ def _others() -> Iterator[Row]:
     reft, deepspeed = (_restart_secs(goodput, way) for way in ("reft", goodput["best_deepspeed"]))
     yield Row(
         "CheckFreq, abstract",
-        "recovery, from hours to",
+        "time of a recovery, which was hours",
         "seconds",
         f"median {median(reft):.1f} s, at most {max(reft):.1f} s",
         "measured",
@@ -605,8 +605,8 @@ def make_page(rows: Sequence[Row]) -> str:
     counts = Counter(row.verdict for row in rows)
     text = [
         _HEAD,
-        f"Of {len(rows)} rows "
-        + ", ".join(f"{counts[verdict]} *{verdict}*" for verdict in Verdict)
+        f"Of {len(rows)} rows: "
+        + ", ".join(f"*{verdict}* {counts[verdict]}" for verdict in Verdict)
         + ".",
         "",
         "| source | quantity | printed | ours | how | verdict | causes tried, or note |",
