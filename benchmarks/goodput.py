@@ -419,25 +419,34 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
         shares.plot([number] * len(measured), measured, "o", c=colour)
         shares.plot(number, result["means"][way]["time_share_simulated"], "kx")
     over_time.set(xlabel="s", ylabel="steps", title="one trace; dashed: simulated")
-    over_time.legend(frameon=False, fontsize=8)
+    over_time.legend(frameon=False, fontsize=8, loc="upper left")
     shares.set_xticks(range(len(ways)), ways)
     shares.set(ylim=(0, 1), title="share of ideal progress; x: simulated")
-    rows = result["at_scale_simulated"]
-    for restart_secs, style in zip(
-        sorted({row["restart_secs"] for row in rows}), "-:", strict=True
-    ):
-        chosen = [row for row in rows if row["restart_secs"] == restart_secs]
-        colours = {"reft": "#238b45", "deepspeed": "#08519c", "ideal_async": "#807dba"}
-        for way, colour in colours.items():
-            values = [row[way] for row in chosen]
-            label = f"{way}, restart {restart_secs:.0f} s"
-            at_scale.plot([r["devices"] for r in chosen], values, style, c=colour, label=label)
-    at_scale.set_xscale("log", base=2)
-    at_scale.set(xlabel="H100", title="34B at scale: simulated")
-    at_scale.legend(frameon=False, fontsize=8)
+    _draw_scale(at_scale, result["at_scale_simulated"])
     for axes in (over_time, shares, at_scale):
         axes.spines[["top", "right"]].set_visible(False)
     save_figure(figure, path)
+
+
+def _draw_scale(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+    # The ideal checkpoint would hide reft's line: only its points are drawn.
+    looks = {"reft": ("", "#238b45"), "deepspeed": ("", "#08519c"), "ideal_async": ("+", "#807dba")}
+    styles = dict(zip(sorted({row["restart_secs"] for row in rows}), "-:", strict=True))
+    for restart_secs, style in styles.items():
+        chosen = [row for row in rows if row["restart_secs"] == restart_secs]
+        for way, (marker, colour) in looks.items():
+            axes.plot(
+                [row["devices"] for row in chosen],
+                [row[way] for row in chosen],
+                marker or style,
+                c=colour,
+                label=f"{way}, restart {restart_secs:.0f} s",
+            )
+    devices = sorted({row["devices"] for row in rows})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(devices, [f"{count:,}" for count in devices])
+    axes.set(xlabel="H100", title="34B, share of ideal progress: simulated")
+    axes.legend(frameon=False, fontsize=7, loc="lower left")
 
 
 def _draw_curve(axes: Any, run: Mapping[str, Any], name: str, colour: str) -> None:

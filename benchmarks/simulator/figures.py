@@ -147,7 +147,7 @@ def draw_bars(
         axes.bar_label(bars, [f"{value:.3g}" for value in values], fontsize=7, padding=1)
     axes.set_xticks(range(len(categories)), categories)
     axes.set_ylabel(what, fontsize=8)
-    axes.legend(frameon=False, fontsize=8)
+    figure.legend(loc="outside lower center", ncols=len(series), frameon=False, fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
     save_figure(figure, path)
 

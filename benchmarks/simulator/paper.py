@@ -16,10 +16,12 @@ from enum import StrEnum
 from functools import cache
 from math import log
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from reft.config import Variant
 from reft.policy.loads import GRADIENT_BYTES, MODEL_BYTES, OPTIMIZER_BYTES
+from reft.policy.rate import best_interval
 from reft.tools.planning.model import SHAPES, Training
 
 from .costs import Costs
@@ -81,7 +83,6 @@ def make_rows(jobs: Sequence[Predictions]) -> list[Row]:
         *_frontier(),
         *_loading(),
         *_memory(),
-        *_checkfreq(),
         *_others(),
     ]
 
@@ -124,6 +125,12 @@ def _interference(jobs: Sequence[Predictions]) -> Iterator[Row]:
 
     what = "a snapshot of unsharded state every step, data parallel; hybrid parallel: `{}`"
     data, found = overheads(Variant.HOST)
+    small = predict(
+        replace(
+            PURE_DATA_PARALLEL,
+            shape=replace(SHAPES["125m"], seq_length=PURE_DATA_PARALLEL.shape.seq_length),
+        )
+    )
     reversed_in = sum(
         dp.of(Variant.HOST, True).overhead > max(h.of(Variant.HOST, True).overhead for h in hp)
         for dp, hp in batches.values()
@@ -137,7 +144,9 @@ def _interference(jobs: Sequence[Predictions]) -> Iterator[Row]:
         Verdict.DIFFERS,
         f"Not explained. Tried: fewer snapshots (every 10 steps {_percent(data / 10)}; "
         f"{_range([f / 10 for f in found])}), and sequences of 512 to 4,096 tokens with 4 to 16 "
-        f"micro-batches: data parallelism suffers more in {reversed_in} of {len(batches)}.",
+        f"micro-batches: data parallelism suffers more in {reversed_in} of {len(batches)}. 1.3B "
+        "does not fit one V100; 125M, which does: "
+        f"{_percent(small.of(Variant.HOST, True).overhead)}.",
     )
     data, found = overheads(Variant.HOST_DEVICE)
     waiting, waiting_hybrid = overheads(Variant.BLOCKING)
@@ -203,9 +212,9 @@ def _iterations(jobs: Sequence[Predictions]) -> Iterator[Row]:
         seq, m = max(by_batch, key=lambda batch: min(by_batch[batch]))
         most = by_batch[seq, m]
         cause = (
-            f"Tried: batch, which is not printed: up to {_range(most)}, with {seq:,} tokens and "
+            f"Tried: batch, which is not printed: {_range(most)} with {seq:,} tokens and {m} "
+            f"micro-batches, the most of {len(batches)}."
         )
-        cause += f"{m} micro-batches."
         if max(most) < _SAVED:
             cause = f"Not explained. {cause}"
         if min(found) > _SAVED:
@@ -223,7 +232,7 @@ def _iterations(jobs: Sequence[Predictions]) -> Iterator[Row]:
         "REFT Fig. 10",
         "samples/s, TFLOPs of each job",
         "",
-        "`simulator has`",
+        "`python -m benchmarks.simulator has`",
         "simulated",
         Verdict.NOT_AVAILABLE,
     )
@@ -286,9 +295,9 @@ def _frontier() -> Iterator[Row]:
         _change(zero_1.plain_secs, longer.step_secs),
         "simulated",
         Verdict.DIFFERS,
-        "Tried: all-reduce of the gradients and gather of the weights, in place of scatter and "
-        f"gather: {_change(half.plain_secs, longer.step_secs)} with 16-bit gradients, "
-        f"{_change(single.plain_secs, longer.step_secs)} with 32-bit ones.",
+        "The sign is reversed. Tried: all-reduce of the gradients and gather of the weights, in "
+        f"place of scatter and gather: {_change(half.plain_secs, longer.step_secs)} with 16-bit "
+        f"gradients, {_change(single.plain_secs, longer.step_secs)} with 32-bit ones.",
     )
     yield Row(
         source,
@@ -460,9 +469,19 @@ def _memory() -> Iterator[Row]:
 # -- the other publications ------------------------------------------------------------------------
 
 
-def _checkfreq() -> Iterator[Row]:
+def _others() -> Iterator[Row]:
     parts = _measured("2026-11-22-frequency-real-cpu.json")["parts"]
     costs = ", ".join(_percent(part["overhead"]) for part in parts)
+    steps, _ = best_interval(1.0, 1.0, 1.0, max_overhead=0.05)
+    yield Row(
+        "CheckFreq, algorithm",
+        "k for a checkpoint that costs one step, 5 % allowed",
+        "20",
+        str(steps),
+        "computed",
+        Verdict.AGREES,
+        "The same formula.",
+    )
     yield Row(
         "CheckFreq, abstract",
         "overhead of checkpoints on storage: bound",
@@ -483,22 +502,42 @@ def _checkfreq() -> Iterator[Row]:
         "reft writes from host memory, and the loaded disk did not slow training enough to change "
         "k; the disk and the models differ.",
     )
+    goodput = _measured("2026-11-28-goodput-cpu.json")
+    reft, deepspeed = (_restart_secs(goodput, way) for way in ("reft", goodput["best_deepspeed"]))
+    yield Row(
+        "CheckFreq, abstract",
+        "time of a recovery, which was hours",
+        "seconds",
+        f"median {median(reft):.1f} s, at most {max(reft):.1f} s",
+        "measured",
+        Verdict.AGREES,
+        f"[{len(reft)} recoveries](goodput.md) of reft on CPU.",
+    )
+    preempted = goodput["preemptions_simulated"]
+    total = "; ".join(f"{factor:.3f}" for factor in preempted["reft"].values())
+    total_deepspeed = "; ".join(
+        f"{factor:.3f}" for factor in preempted[goodput["best_deepspeed"]].values()
+    )
+    yield Row(
+        "CheckFreq",
+        "total time over undisturbed time, a preemption every 7 minutes; 5 hours",
+        "",
+        f"{total}; DeepSpeed {total_deepspeed}",
+        "simulated",
+        Verdict.NOT_AVAILABLE,
+        "With the restart times and steps that were measured on CPU.",
+    )
     yield Row(
         "CheckFreq Fig. 6, 7, 8, Tables 3, 4, 6", "all values", "", "", "", Verdict.NOT_AVAILABLE
     )
-
-
-def _others() -> Iterator[Row]:
-    ways = _measured("2026-11-22-mttr-cpu.json")["ways"]["node_spare"]
-    mine, other = (ways[who]["failure_to_step_secs"]["median"] for who in ("reft", "torchrun"))
     yield Row(
         "Paddle",
         "384 GPUs: hot recovery; cold restart",
         "< 5 min; about 1 h",
-        f"{mine:.1f} s; torchrun {other:.1f} s",
+        f"at most {max(reft):.0f} s; torchrun {max(deepspeed):.0f} s",
         "measured",
         Verdict.NOT_COMPARABLE,
-        "Four ranks on one machine, a node lost and a spare waiting.",
+        "Four ranks on one busy machine.",
     )
     yield Row(
         "DLRover (DeepFM)",
@@ -509,6 +548,13 @@ def _others() -> Iterator[Row]:
         Verdict.NOT_COMPARABLE,
         "Asynchronous parameter servers on CPUs; reft's jobs are synchronous.",
     )
+
+
+def _restart_secs(goodput: dict[str, Any], way: str) -> list[float]:
+    """Seconds from each failure to the end of the first step after it."""
+    return [
+        restart["secs"] for trace in goodput["traces"] for restart in trace["ways"][way]["restarts"]
+    ]
 
 
 def _percent(value: float, digits: int = 1) -> str:
@@ -559,11 +605,11 @@ def make_page(rows: Sequence[Row]) -> str:
     counts = Counter(row.verdict for row in rows)
     text = [
         _HEAD,
-        f"Of {len(rows)} rows "
-        + ", ".join(f"{counts[verdict]} *{verdict}*" for verdict in Verdict)
+        f"Of {len(rows)} rows: "
+        + ", ".join(f"*{verdict}* {counts[verdict]}" for verdict in Verdict)
         + ".",
         "",
-        "| source | quantity | printed | ours | how | verdict | tried |",
+        "| source | quantity | printed | ours | how | verdict | causes tried, or note |",
         "|---|---|---|---|---|---|---|",
     ]
     for row in rows:
