@@ -16,6 +16,7 @@ from megatron.training import training  # noqa: E402
 import reft  # noqa: E402
 
 _SECS = 120.0
+began: list[int] = []  # The first iteration of this process
 
 
 class Guard:
@@ -42,9 +43,13 @@ def wait_for_commit(iteration: int) -> None:
     """A busy machine gives up versions of steps that take milliseconds: wait for each, where reft takes any."""
     if "REFT_CONFIG" not in os.environ:
         return
+    if not began:
+        # What this process has resumed from was committed, whether or not the killed one noted it.
+        began.append(iteration)
+        return
     # The version of this iteration is watched until the next one writes: only the one before is committed by now.
     deadline = time.monotonic() + _SECS
-    while iteration > 1 and not _is_told(iteration - 1):
+    while not _is_told(iteration - 1):
         assert time.monotonic() < deadline, f"iteration {iteration - 1} is not committed"
         time.sleep(0.01)
 
