@@ -210,7 +210,7 @@ def test_co_located_members_survive_nothing_and_the_message_says_what_to_do() ->
     assert not choice.reached
     text = str(choice)
     assert "sit on 1 node(s); put them on at least 2" in text
-    assert "data-pipe-model" in text
+    assert "--rank-order across-nodes" in text
 
 
 def test_too_few_replicas_are_told_how_many_are_needed() -> None:
