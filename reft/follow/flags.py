@@ -115,5 +115,6 @@ class Flags(HostState):
         config.train_batch_size = saved["train"]
         config.train_micro_batch_size_per_gpu = saved["micro"]
         config.gradient_accumulation_steps = saved["accumulation"]
-        if hasattr(engine, "micro_batches"):  # The attribute of a pipeline engine
+        # A pipeline engine keeps the number in this attribute, too
+        if hasattr(engine, "micro_batches"):
             engine.micro_batches = saved["accumulation"]

@@ -101,7 +101,7 @@ def parse_request(text: str, *, aor: bool | None = None) -> Scheme:
     """Return the scheme that a request names.
 
     Args:
-        text: the scheme as in the block, also with "+aor".
+        text: the scheme in the form of the ``reft`` block's ``protection``; may include "+aor".
         aor: whether the job was started with AOR (recomputed optimizer partitions); None if
             unknown.
 

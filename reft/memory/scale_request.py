@@ -59,14 +59,14 @@ def read_size(job_dir: Path) -> Size | None:
 @dataclass(frozen=True)
 class ScaleRequest:
     number: int  # Number of the request: Unix milliseconds
-    nodes: int  # Number of nodes that the job shall have
+    nodes: int  # Requested number of nodes
     without: tuple[str, ...] = ()  # Ids of the nodes that leave first
 
 
 @dataclass(frozen=True)
 class ScaleAnswer:
     number: int  # Number of the request that is answered
-    nodes: int  # Number of nodes that the job shall have
+    nodes: int  # Requested number of nodes
     running: int  # Number of nodes that the job has now
     refused: str = ""  # Reason why the request is refused; "" if it is carried out
     # True once the job runs on ``nodes`` nodes and has committed a version there

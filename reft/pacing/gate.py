@@ -36,7 +36,7 @@ from reft.snapshot.gate import EXPEDITED, UNLIMITED, Gate, Permit
 
 logger = logging.getLogger(__name__)
 
-_TURN_SECS = 0.00002  # Poll interval in seconds while training has priority
+_TURN_SECS = 0.00002  # Poll interval in seconds of the copying thread while training takes the lock
 _BURST_SECS = 0.002
 """Copy for this number of seconds each time the thread is woken during computation. Waking it for
 every chunk would double the time per chunk."""
@@ -183,7 +183,7 @@ class HostGate(Gate):
                 return self._beside
             self._in_flight.release()
             if self._share > 0:
-                self._core.leave()  # This thread will be woken up during computation
+                self._core.leave()  # The copying thread will be woken up while training computes
             self._changed.wait(wait_secs)
 
     def _until_beside(self) -> float:

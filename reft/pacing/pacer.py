@@ -132,7 +132,8 @@ class Wait(NamedTuple):
     begin_secs: Any
     end_secs: Any
     overrun_secs: float  # Seconds for which training waited for a chunk after the call
-    window: int | None  # Number of the window for which copies were admitted; None if none were
+    # Number of the window for which copies were admitted; None if no copies were admitted
+    window: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -549,8 +550,8 @@ class Pacer(VersionFeature):
             self.model.observe_copy(tier, sum(c.nbytes for c in mine), secs)
 
     def _judge(self, step: StepObservation, chunks: Sequence[ChunkRecord]) -> None:
-        """Update the usable fraction of each window from a step: copies overran it, or it had time
-        left."""
+        """Update the usable fraction of each window from a step, by whether copies overran the
+        window or had time left."""
         if self.plan is None or step.key != self._plan_key or not chunks:
             return
         ended = chunks[-1].end_secs

@@ -342,7 +342,7 @@ class HasSchedule:
     communicating: tuple[PlannedBytes, ...]  # Tier 3: one entry for each interval of communication
     step_secs: float  # Duration of a step without snapshots
     left_over_bytes: int  # Bytes that fit no tier before the optimizer step
-    left_over_secs: float  # Seconds for which the optimizer step would wait for these bytes
+    left_over_secs: float  # Seconds for which the optimizer step would wait for the left-over bytes
     # Smallest number of steps between versions with which the overhead stays within the limit
     advised_interval_steps: int
     overflow: Overflow = Overflow.STALL

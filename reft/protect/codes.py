@@ -97,8 +97,8 @@ class Scheme:
         return max(self.gap, self.copies) + 1 if self.parities or self.copies else 1
 
     def why_no_room(self, size: int) -> str | None:
-        """Return why the scheme is impossible in a group of ``size`` members; None if it is
-        possible.
+        """Return the reason why the scheme is impossible in a group of ``size`` members; None if it
+        is possible.
         """
         if size < self.least_members:
             return f"needs at least {self.least_members} data-parallel members, found {size}"

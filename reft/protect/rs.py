@@ -462,7 +462,8 @@ def _reduce(
 ) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
     """Reduce the bit matrix of a coefficient to a permutation by Gauss-Jordan elimination.
 
-    Pivots are chosen in columns with few ones. The result is that of :func:`_scaling`.
+    Pivots are chosen in columns with few ones. The result has the form that :func:`_scaling`
+    returns.
     """
     matrix = [sum(1 << j for j in factors) for factors in bit_matrix(coefficient)]
     rows, columns = {*range(PACKETS)}, {*range(PACKETS)}

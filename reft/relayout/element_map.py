@@ -91,7 +91,7 @@ class RankContents:
     def decode(cls, body: bytes) -> RankContents:
         parameters, groups, kinds, flat, parted = msgpack.unpackb(body)
         return cls(
-            # Versions of an earlier release have no blocks.
+            # Versions of an earlier release lack ``blocks``.
             tuple(
                 Parameter(n, tuple(shape), split, *map(tuple, more))
                 for n, shape, split, *more in parameters

@@ -175,7 +175,8 @@ class Relayout:
         return RankLayout(self._was, held), state
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """Return the buffers of this rank's module, as the old stages that had them saved them."""
+        """Return the buffers of this rank's module. Each is taken from an old stage that had the
+        buffer."""
         wanted = {name for name, _ in self._change.engine.module.named_buffers()}
         found: dict[str, torch.Tensor] = {}
         for pp in range(self._was.pp):

@@ -139,7 +139,7 @@ class Sizes:
                 for group in self.groups
             }
             return all(self._tolerance(group, places) >= 0 for group, places in lost.items())
-        except ReftError:  # The scheme is of another release
+        except ReftError:  # Only another release knows the scheme
             return unless_known
 
     def _tolerance(self, group: tuple[int, ...], lost: Sequence[int]) -> int:

@@ -490,8 +490,8 @@ class ArenaSet:
             if placed.key.section in sections and self._newest.get(placed) == value
         }
         if held:
-            # Bytes that are not written for a long time could be damaged without notice, so read
-            # one block of each version and compare its checksum.
+            # Bytes that are not written for a long time could be damaged without notice, so check
+            # one of these blocks with each version.
             placed = self._random.choice([*held])
             begin = placed.arena_offset
             if checksum(arena.data[begin : begin + placed.block.nbytes]) != held[placed]:

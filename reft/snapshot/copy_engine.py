@@ -135,7 +135,8 @@ class CopyEngine(ABC):
         Memory that is not registered is ignored."""
 
     def begin(self) -> Any:
-        """Open a version, since the state is final now. Return the stamp of this point."""
+        """Open a version, since the live state is final now. Return a stamp of the current point in
+        the device's work."""
         self._order.begin()
         return self.stamp()
 
@@ -262,7 +263,7 @@ class CheckedPieces(tuple[Piece, ...]):
 
     @classmethod
     def of(cls, pieces: Iterable[Piece]) -> CheckedPieces:
-        """Check pieces. Raises CopyError as :meth:`CopyEngine.copy` does."""
+        """Check pieces. Raises CopyError for the reasons given at :meth:`CopyEngine.copy`."""
         return pieces if isinstance(pieces, cls) else cls(byte_views(pieces))
 
     @cached_property
@@ -425,7 +426,7 @@ class CallOrder:
         with self._changed:
             self._active -= 1
             self._stuck = self._stuck and self._active > 0
-            if not self._open:  # Only then can ``fence`` or ``close`` be waiting
+            if not self._open:  # ``fence`` and ``close`` wait only after the version was closed
                 self._changed.notify_all()
 
     @contextmanager

@@ -43,7 +43,7 @@ from reft.state.catalogue import SectionImage
 
 @dataclass(frozen=True)
 class Block:
-    """Unit of placement, checksum and transfer."""
+    """A range of a section's image: the unit of placement, checksum and transfer."""
 
     key: BlockKey
     # Offset in bytes in the section's image (that of the stage for replicated blocks, that of the

@@ -62,10 +62,10 @@ def find_byte_kind(key: BlockKey, member: int) -> ByteKind:
 class Traffic:
     """Number of bytes that one rank has moved for one or several versions, by kind."""
 
-    # Copied from the device, or written by the host, into this rank's arena
+    # Bytes that were copied from the device, or written by the host, into this rank's arena
     to_host: Counter[ByteKind] = field(default_factory=Counter)
-    # Sent to ranks on other nodes, counted once for each receiver. Traffic within a node is not
-    # counted, nor are the masks by which peers request blocks (AOR).
+    # Bytes that were sent to ranks on other nodes, counted once for each receiver. Neither traffic
+    # within a node nor the masks by which peers request blocks (AOR) are counted.
     sent: Counter[ByteKind] = field(default_factory=Counter)
 
     def add(self, other: Traffic) -> None:
@@ -139,11 +139,11 @@ class SnapshotStats:
     tier_bytes: Counter[int] = field(default_factory=Counter)
     staged: int = 0  # Versions of which a part was staged on the device and drained later
     staged_bytes: int = 0  # Total bytes of the staged parts
-    # Seconds that it took to drain each staged part, the newest 512
+    # Seconds that it took to drain each staged part, for the newest 512 parts
     drain_secs: Samples = field(default_factory=Samples)
-    # Seconds that the training thread spent on each version (capture and fence), the newest 512
+    # Seconds that the training thread spent on each version (capture and fence), for the newest 512
     stalls_secs: Samples = field(default_factory=Samples)
-    # Seconds that each copy took on the worker thread, the newest 512
+    # Seconds that each copy took on the worker thread, for the newest 512
     copy_secs: Samples = field(default_factory=Samples)
     committed_step: int | None = None  # Newest step known to be committed
     # First step since the newest commit whose version was given up; None if none was

@@ -373,8 +373,9 @@ class SnapshotWorker:
         self._state = RankState(arenas.slots)
         self._requests: deque[SnapshotRequest] = deque()
         """Requests of the versions in ``_state``, in the same order."""
-        # Re-entrant: ``submit`` holds it while ``_notify`` takes it again, so that no event from
-        # the worker is handled between storing a request and storing its version.
+        # The lock is re-entrant: ``submit`` holds it while ``_notify`` takes it again, so that no
+        # event from the worker is handled between storing a request and storing the request's
+        # version.
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="reft-snapshot", daemon=True)
         self._thread.start()
@@ -452,9 +453,9 @@ class SnapshotWorker:
             version = request.version
             if self._state.accepts:
                 if request.images is not None:
-                    # Call this before the hand-over: the copy engine marks the current point in
-                    # the device's work, and as soon as the worker sees the version, it may queue
-                    # copies to run after this point.
+                    # Call the copier before the hand-over: it marks the current point in the
+                    # device's work, and as soon as the worker sees the version, it may queue copies
+                    # to run after this point.
                     self.copier.begin()
                     self._handed_over_at = time.perf_counter()
                 self._requests.append(request)
@@ -568,7 +569,8 @@ class SnapshotWorker:
             return
         engine, until = self.copier.engine, now + FENCE_SECS
         at_write, at_state = engine.stamp(), self.copier.begun
-        # If the device has already passed the state, assume that it did so at the hand-over.
+        # If the device has already computed the version's state, assume that it did so at the time
+        # of the hand-over.
         passed_at = self._handed_over_at if engine.reached(at_state) else None
         with self._changed:
             while self._state.may_begin and not engine.reached(at_write) and now < until:
@@ -759,7 +761,7 @@ class SnapshotWorker:
         began = time.perf_counter()
         try:
             _encode(request)
-            if not self._fits(request):  # The host state has grown
+            if not self._fits(request):  # The host state has outgrown its space
                 return Signal.UNFIT
         finally:
             gate.release(permit, time.perf_counter() - began)

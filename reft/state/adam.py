@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 _FAR = 1 << 20
-"""DeepSpeed's C++ Adam caches powers of beta. A call for a step that is this number of steps ahead
-makes it discard the cached powers and compute them again."""
+"""Number of steps. DeepSpeed's C++ Adam caches powers of beta; a call for a step that is this far
+ahead of the last one makes it discard the cached powers and compute them again."""
 
 
 class AdamKind(StrEnum):
@@ -32,9 +32,9 @@ class AdamKind(StrEnum):
 def replay_powers(
     kind: AdamKind, optimizer: Any, groups: Sequence[tuple[Mapping[str, Any], int, int]]
 ) -> None:
-    """Set the powers of beta that the C++ optimizer caches to the values after all of its steps.
-    The optimizer multiplies the powers in every step; computed directly, they would differ in the
-    last bits.
+    """Set the powers of beta that the C++ optimizer caches to their values after all of its steps.
+    The optimizer updates the powers by one multiplication in each step, so powers that are computed
+    directly differ in their last bits.
 
     The function repeats the steps on tensors of one element.
 
