@@ -75,7 +75,8 @@ def running_program(engine: Any) -> MegatronProgram | None:
         return None
     try:
         args = get_args()
-    # No arguments were parsed, so the module was imported for another reason
+    # Megatron has parsed no arguments: its module was imported, but this process does not run its
+    # training program.
     except AssertionError:
         return None
     return (
@@ -278,8 +279,8 @@ def _is_given(args: Any, name: str) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether an argument's value can be stored and decoded in any process. The program
-    itself computes all other arguments again."""
+    """Return whether an argument's value can be stored and decoded in any process. Arguments that
+    cannot be stored are left out, because the program recomputes them at start."""
     kind = type(value)
     if kind in _PLAIN:  # Fast path, because some hundred arguments are checked in every step
         return True

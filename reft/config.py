@@ -258,9 +258,9 @@ class ReftConfig(ConfigBlock):
     """with "interval_steps": "auto", maximum steps lost in a failure that memory survives;
     overrides max_overhead; null: twice the current interval"""
     variant: Variant = Variant.HAS
-    """when bytes are copied: 'has' in the pipeline's idle time; for comparison 'host' (a thread, at
-    once), 'host_device' (device copies, at once), 'blocking' (training waits), 'inter_node' (also
-    all of it to a peer), 'none' (never)"""
+    """when to copy: 'has' in the pipeline's idle time; for comparison only: 'host' at once, by a
+    thread; 'host_device' at once, by device copies; 'blocking' while training waits; 'inter_node'
+    also sends the whole state to a peer; 'none' never"""
     has: HasConfig = Field(default_factory=HasConfig, description="settings of variant 'has'")
     protection: Annotated[str, BeforeValidator(short_form)] = "arc"
     """redundancy of replicated state: 'arc' copies the shards of ring successors, 'aec' stores a

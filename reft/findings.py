@@ -1,4 +1,4 @@
-"""The type of a finding, which checks before and at the start of a job produce."""
+"""Defines a finding: a result of the checks made before a job and at its start."""
 
 from __future__ import annotations
 

@@ -5,8 +5,8 @@ These methods are wrapped on the instances, never on the classes:
 - ``zero_grad_buffer`` of the model chunks, the first call of every step. The version is taken
   there, and restored random states are set there.
 - ``optimizer.step``: training waits here until copies of its tensors have ended (the fence, P2).
-  Once a step has shown that the innermost optimizer's hooks run before that optimizer writes,
-  the fence moves into these hooks, where the gradient norm is already computed.
+  Once a step has shown that the innermost optimizer calls its hooks before it writes, later steps
+  wait in these hooks instead, so that copies can also run while the gradient norm is computed.
 
 In a pipeline, copies run while a stage waits for a neighbour. Megatron's schedules (1F1B and
 interleaved) are functions that create a ``P2PCommunicator`` for every step, and look up

@@ -130,8 +130,8 @@ class PeerOptimizers(VersionFeature):
         self.replicas.clear()
 
     def _warn_if_in_vain(self, member: int, writer: ArenaWriter) -> None:
-        """Warn once if recomputed partitions are always wrong: the state stays correct, since
-        owners send them, but recomputing is wasted."""
+        """Warn once if every recomputed partition is wrong. The state stays correct, because the
+        owners send the right partitions instead, but the recomputing is wasted work."""
         if self._refused_steps[member] < _IN_VAIN or self._in_vain:
             return
         self._in_vain = True

@@ -266,8 +266,8 @@ def rates_from_step(key: str) -> str | None:
         key: key of the value in the group, such as ``lr``.
 
     Returns:
-        The lines as text; empty if unknown; None if every written value is derived from
-        engine.global_steps.
+        The line numbers of the writes that do not derive the value from engine.global_steps, as
+        text; empty if no writes are known; None if every write derives it.
     """
     lines = [line for look in _inspect_script() for line in look.group_writes(key)]
     if lines and all(derived for _, derived in lines):

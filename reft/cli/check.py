@@ -47,7 +47,8 @@ MEASURES = {
     "memory_bytes": "copies memory",
     "link_bytes": "copies to its device",
 }
-"""Names of a node's measurements, each an amount per second; and how messages describe them."""
+"""Maps the name of each of a node's measurements (all amounts per second) to the words that
+messages use for it."""
 _POLL_SECS = 0.1
 _CPU_SIZE, _DEVICE_SIZE = 512, 8192
 _COPY_BYTES = 64 * 2**20

@@ -88,7 +88,8 @@ def parse(argv: Sequence[str]) -> tuple[Any, bool]:
     given_nodes = args.nnodes
     meets = bool(args.rdzv_endpoint or args.slurm or args.hostfile or args.standalone)
     if not meets and given_nodes is not None:
-        # The nodes of this machine are started later, with an endpoint that has a real port.
+        # Placeholder endpoint: the rehearsed nodes, all on this machine, are started later with a
+        # real port.
         args.rdzv_endpoint = "127.0.0.1:0"
     options = collect_options(args)
     # Remove the directory for logs that torchrun creates while it reads its options.

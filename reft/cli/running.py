@@ -163,10 +163,10 @@ def scale_command(
     """Change the number of nodes of a running job, at a step boundary and without losing a step.
 
     Run it on any node that trains. The trainers commit their current step and start again under the
-    same launchers. Fewer nodes: the last ones leave, as many at once as the job survives the loss
-    of, skipping numbers that do not fit; their launchers end with exit code 0 once the others have
-    a version without them. More nodes: waiting nodes (spares) join. The number holds until the next
-    `reft scale`: further nodes wait.
+    same launchers. Fewer nodes: the last ones leave, in batches no larger than the loss that the
+    job survives; node counts that do not fit are skipped. A leaving node's launcher exits with code
+    0 once the remaining nodes have a version without it. More nodes: waiting nodes (spares) join.
+    The number holds until the next `reft scale`: further nodes wait.
 
     \b
     reft scale 2                     change to two nodes; the last ones leave

@@ -97,7 +97,8 @@ def status_command(
 
 
 def _find_page(status: dict[str, Any]) -> str:
-    """Return the address of the status page that one of these nodes' daemons serves."""
+    """Return the address of the status page, which the daemon of one of the nodes in
+    ``status["here"]`` serves."""
     daemons = [node["status"] or {} for node in status["here"] if node["daemon_runs"]]
     for daemon in daemons:
         if problem := daemon.get("web_problem"):

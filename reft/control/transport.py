@@ -724,7 +724,7 @@ class _PartialMessage:
             self._parts.append(received[0])
         else:
             parts, body = received[0]
-            if not parts:  # A sign of life: the other side waits for the ranks in the body
+            if not parts:  # Keep-alive message: its body lists the ranks that the peer waits for
                 self._waits_for, self._read_at = body, -math.inf
                 return None
             self._parts, self._missing_parts, self._waits_for = [body], parts, None

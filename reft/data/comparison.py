@@ -9,8 +9,8 @@ from typing import Any
 from reft.data.order import explain_refusal
 
 Orders = dict[str, dict[str, Any]]
-"""The orders in which one rank reads: for each loader's name, plain values that must be equal on
-all ranks."""
+"""Describes the data order of one rank: loader name -> settings that determine its order, which
+must be equal on all ranks."""
 
 
 def difference(ranks: Sequence[Orders]) -> str | None:

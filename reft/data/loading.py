@@ -129,8 +129,8 @@ class Loader(TrackedLoader[Progress]):
         # last
         self._handed_out: list[Progress] = []
         self._has_left_out = False
-        # Whether training has stopped within a step: the batch trained on last was not the
-        # replica's last one in its step
+        # Whether training stopped in the middle of a step, before this replica had used all of the
+        # step's micro-batches
         self._left_within_step = False
         saved = LOADERS.add(self)
         self._restored = None if saved is None else decode(saved, self._order, name)

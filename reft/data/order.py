@@ -1,11 +1,11 @@
 """Determines which samples a step trains on, and which of them a replica reads.
 
-The samples of a step and those of a replica both depend on the position alone, which is equal on
-every rank. A position counts the samples that the whole job has consumed, not the batches of a
-replica. The order of an epoch depends on (seed, epoch) only. So a position has the same meaning at
-every data-parallel degree and with any number of workers, and the rest of an epoch can be divided
-anew among replicas at any sample. (This is CheckFreq's resumable iterator, extended to elastic data
-parallelism: keep the global sample index, re-shard the tail.)
+Given the position, which is the same on every rank, each rank can compute the samples of a step and
+which of them each replica reads. A position counts the samples that the whole job has consumed, not
+the batches of a replica. The order of an epoch depends on (seed, epoch) only. So a position has the
+same meaning at every data-parallel degree and with any number of workers, and the rest of an epoch
+can be divided again among replicas at any sample. (This is CheckFreq's resumable iterator, extended
+to elastic data parallelism: keep the global sample index, re-shard the tail.)
 """
 
 from __future__ import annotations

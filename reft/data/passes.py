@@ -35,8 +35,8 @@ from reft.state.codec import class_path
 class DistributedPass:
     """A pass that torch's ``DistributedSampler`` divides among the replicas.
 
-    Sample ``n`` of the order is read by replica ``n % replicas``. The order is the same at every
-    degree, so a position in it is a position of the whole job.
+    Sample ``n`` of the order is read by replica ``n % replicas``. The order does not depend on the
+    number of replicas, so one position in it describes the progress of the whole job.
 
     Attributes:
         samples: number of samples in the data set.

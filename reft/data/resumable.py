@@ -181,7 +181,7 @@ class ResumableLoader(TrackedLoader[LoaderIterator]):
         self._loader = loader
         saved = LOADERS.add(self)
         self._restored = None if saved is None else Position(**saved)
-        # Whether a version was loaded while a pass that cannot be moved was being read
+        # Whether a version was loaded in the middle of a pass whose read position cannot be changed
         self._moved = False
 
     def __len__(self) -> int:

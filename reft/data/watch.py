@@ -36,9 +36,11 @@ from reft.state.blob import restore_host_rng, restore_rng
 
 
 class StatefulReader(PassReader):
-    """An iterator of torchdata's ``StatefulDataLoader``, whose position the script keeps.
+    """An iterator of torchdata's ``StatefulDataLoader``, whose position the script saves and
+    restores itself.
 
-    The host state of a step is captured before each of the step's batches is read.
+    Every read is reported before it happens, so that the engine can capture the host state before
+    the first batch of a step is read.
     """
 
     def __init__(self, loader: Any, inner: Iterator[Any], watch: LoaderHook) -> None:

@@ -21,7 +21,8 @@ _FORMAT = 1
 
 _BATCH = ("config.train_batch_size", "config.train_micro_batch_size_per_gpu")
 
-# Key of the ``reft`` block whose value lists facts that may differ
+# Key in the ``reft`` block that lists the facts about the job (script, seed, ...) allowed to differ
+# from the saved version's
 ACCEPT_KEY = "accept_changes"
 
 AT_LAUNCH = ("script", "seed", "arguments")

@@ -185,10 +185,10 @@ class CheckpointLoader:
         *,
         start: bool,
     ) -> tuple[Any, Any]:
-        """Load DeepSpeed's files, which were checked before (P5).
+        """Load DeepSpeed's checkpoint files. The caller must already have verified them (P5).
 
         Args:
-            call: the script's call.
+            call: the script's call of ``load_checkpoint``, with its arguments.
             checkpoint: the checkpoint; None if reft has found none.
             state: this rank's host state, from the file next to DeepSpeed's; None if any rank
                 has no such file.

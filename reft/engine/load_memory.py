@@ -1,7 +1,7 @@
 """Restores a session from the job's memory, for every kind of engine.
 
-Before the first step, the recovered version is complete and protected again on every node. Until
-then the arenas that it is read from are not overwritten (P3).
+By the time the first step begins, every node holds the complete recovered version, protected
+again. Until it does, the arenas being read from are not overwritten (P3).
 """
 
 from __future__ import annotations

@@ -65,7 +65,8 @@ class PostImportFinder(MetaPathFinder):
 
 def hook_imports() -> None:
     """Run :func:`install` as soon as DeepSpeed is imported, or at once if it is imported already.
-    If ``REFT_CONFIG`` names a ``reft`` block, also install the integrations into their programs."""
+    If ``REFT_CONFIG`` names a ``reft`` block, also install the integrations for other training
+    programs (such as Megatron-LM)."""
     if hasattr(sys.modules.get("deepspeed"), "initialize"):
         _install()
     else:

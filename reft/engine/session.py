@@ -595,8 +595,8 @@ class Session:
 
     def after_step(self) -> None:
         """Called after a call that may have made an optimizer step. Decides whether a version of
-        that step is due; it is taken when the next step begins, with the script's changes until
-        then."""
+        that step is due. If so, the version is taken at the start of the next step, so it includes
+        what the script changes in between."""
         step = self.context.engine.global_steps
         if step != self._last_step and not self.closed:
             self._last_step, self._stepped = step, True

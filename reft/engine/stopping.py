@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 _REPEAT_SECS = 2.0
 """Seconds after the first signal within which further signals are ignored as repeats."""
 _STOP_NEXT_SECS = 1.0
-"""Limit in seconds: if a step takes longer than this, the job stops after the next step,
-otherwise after the one that follows the next."""
+"""If a step takes longer than this many seconds, the job stops one step later; otherwise two steps
+later."""
 _LONG_STEP_SECS = 0.5
 """After a step longer than this, a rank waits for the vote on the step before. All ranks must
 have the results of the same votes before they decide whether to stop. The limit is well below

@@ -67,8 +67,8 @@ class Schedulers(HostState):
         return vars(self._engine).get("lr_scheduler")
 
     def live(self) -> list[Any]:
-        """Return the followed schedulers over the engine's optimizer, in the order of
-        construction."""
+        """Return the live schedulers that reft tracks and that drive the engine's optimizer, oldest
+        first."""
         own = {id(optimizer) for optimizer in _wrapped(self._engine.optimizer)}
         found = []
         for scheduler in CONSTRUCTED.live():

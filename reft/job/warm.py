@@ -400,7 +400,8 @@ def serve(connection: socket.socket, title: ProcTitle, path: Sequence[str]) -> F
             return request
         os.close(write)
         child_pid = os.read(read, 64)
-        # Once the process in between is reaped, the launcher is the new trainer's parent.
+        # Double fork: after the intermediate process has exited and been reaped, the new trainer is
+        # re-parented to the launcher.
         os.waitpid(between, 0)
         for fd in (read, *fds):
             os.close(fd)

@@ -537,8 +537,8 @@ class Arena:
                 f"{self._geometry.copy_bytes} reserved; shorten job_id or node, or reserve more "
                 "entries"
             )
-        # P3: a crash during this write leaves the newer copy valid, so readers see the arena's
-        # previous state.
+        # This overwrites the older of the two copies. After a crash during the write the other copy
+        # is still valid, so readers see the state from before it (P3).
         self._store(self._geometry.copy_offset(1 - newest.index), record)
         if wipe:
             self._store(self._geometry.copy_offset(newest.index), bytes(len(MAGIC)))

@@ -36,8 +36,8 @@ EXPONENTS = {
 """Mask of the exponent bits in eight bytes of numbers, by dtype. A number whose exponent bits
 are all 1 is a NaN or an infinity."""
 
-# XXH3 uses other formulas for inputs up to this size in bytes; the xxhash package hashes such
-# inputs
+# XXH3 has separate formulas for inputs up to this many bytes; these are passed to the xxhash
+# package, longer ones are hashed here.
 _SHORT_BYTES = 240
 _LINE_BYTES = 64
 # Size in bytes of the pieces that are copied and then hashed; a piece is small enough to stay in

@@ -360,8 +360,8 @@ class Daemon:
                 continue
             self._reports[local_rank] = report
             self.status.set_report(local_rank, report)
-            # In the first report that this daemon reads, ignore a due version that is not the
-            # newest one: to write that version was the task of the daemon before this one.
+            # In the first report that it reads, this daemon ignores a due version (one to be
+            # written to storage) older than the newest: the previous daemon was responsible for it.
             known_due = before.due if before is not None else None
             is_past = before is None and report.due != report.committed
             # Offer the due version before the newest one, which may itself not be due.

@@ -47,7 +47,11 @@ class StepRate:
         self._pid = 0
 
     def poll(self, page: TrainerView) -> float | None:
-        """Take the step from a trainer's page; return steps per second, None before two steps."""
+        """Read the step number from a trainer's progress page.
+
+        Returns:
+            The steps per second; None until two different steps have been seen.
+        """
         restarted = page.pid != self._pid or (self._steps and page.step < self._steps[-1][0])
         if restarted:
             self._pid = page.pid

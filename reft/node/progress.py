@@ -210,7 +210,8 @@ class ProgressPage:
         return Phase(self._page.phase)
 
     def begin_step(self) -> None:
-        """Begin a step, or its next micro-batch; does nothing if one has already begun."""
+        """Enter the step phase, for a new step or for the next micro-batch of the current one. Does
+        nothing if the trainer is already in that phase."""
         if self._page.phase in (Phase.STEP, Phase.FIRST_STEP):
             return
         self._enter(Phase.STEP if self._completed_first else Phase.FIRST_STEP)

@@ -193,7 +193,8 @@ class StepClock:
             return self._busy_counter
 
     def close(self) -> None:
-        """Close the file of the kernel's counter, after the last step."""
+        """Close the kernel's schedstat file, which counts waits for a core. Call it after the last
+        step."""
         if self._schedstat:
             os.close(self._schedstat)
         self._schedstat = 0

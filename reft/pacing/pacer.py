@@ -131,7 +131,9 @@ class Wait(NamedTuple):
     position: int
     begin_secs: Any
     end_secs: Any
-    overrun_secs: float  # Seconds for which training waited for a chunk after the call
+    # Seconds that training waited, after the instruction that opened the window returned, for a
+    # chunk still in flight
+    overrun_secs: float
     # Number of the window for which copies were admitted; None if no copies were admitted
     window: int | None
 
@@ -290,8 +292,8 @@ class BandwidthModel(Bandwidth):
         self.observe_used(position, wanted)
 
     def observe_used(self, position: int, part: float) -> None:
-        """Update the usable fraction of a window, of whose time copies could use the fraction
-        ``part`` in one step."""
+        """Update the estimate of a window's usable fraction; in the measured step, copies could
+        use the fraction ``part`` of its time."""
         old = self.factor(position)
         new = old + self.smoothing * (part - old)
         self._factors[position] = min(self.HIGHEST, max(self.LOWEST, new))
@@ -492,8 +494,8 @@ class Pacer(VersionFeature):
         # version's chunks, because that step is evaluated with the next version.
         queued, self._queued = [*self._queued, *chunks], chunks
         last: StepObservation | None = None
-        # Leave out steps that are added during this loop: ``timed`` would wait for the device,
-        # which always lags behind the host.
+        # Process only the steps queued before this loop: newer ones may still be running on the
+        # device, and ``timed`` would block on them.
         for _ in range(len(self._observed)):
             last = self._observed.popleft().timed(self._engine)
             meter = self._meters.get(last.key)

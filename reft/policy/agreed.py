@@ -77,8 +77,8 @@ class AgreedRates(VersionFeature):
     def voted(self, result: VoteResult, numbers: tuple[int, ...]) -> Halt | None:
         interval_steps, self.persist_steps = numbers
         if interval_steps != self._interval[1]:
-            # The new interval applies from two steps after the result's step: no rank can have
-            # passed that step when the result reaches it.
+            # The new interval applies from two steps after the result's step, because no rank can
+            # be past that later step when it receives the result.
             since = result.label.step + 2
             logger.info("a version every %d steps, from step %d on", interval_steps, since)
             self._interval = (since, interval_steps, self._interval[1])

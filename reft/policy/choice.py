@@ -144,7 +144,8 @@ def _measured_rates(job: JobFacts, situation: ChoiceInputs) -> LinkRates | None:
     """Measure the rates of links and processors. Collective.
 
     Returns:
-        The rates; None if recomputing is impossible, or the device tests did not find it exact.
+        The rates, which are needed only to judge recomputing; None if recomputing is impossible or
+        configured already, or if no device tests showed that it is bit-exact.
     """
     config, control, adapter, topology = job.config, job.control, job.adapter, job.topology
     found = job.devices

@@ -182,7 +182,8 @@ def best_interval_secs(cost_secs: float, mtbf_secs: float) -> float:
     cost, low, high = cost_secs / mtbf_secs, 0.0, 1.0
     while high - low > _PRECISION * high:
         middle = (low + high) / 2
-        # Bisection: -expm1(-(t + c)) > t holds below the optimum
+        # Bisection for the optimal interval t, with cost c (both in units of the mean time between
+        # failures): 1 - exp(-(t + c)) > t while t is below the optimum
         low, high = (middle, high) if -expm1(-(middle + cost)) > middle else (low, middle)
     return high * mtbf_secs
 

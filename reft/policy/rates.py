@@ -150,9 +150,10 @@ class IntervalRates:
         job_dir: the job's memory on this node.
         scheme: name of the protection scheme in force.
         tolerance: returns the number of node losses that every sharding group survives.
-        advised_steps: returns the smallest interval in steps that the plan expects to keep the
-            allowed overhead.
-        peer_errors: receives errors in computing this rank's interval.
+        advised_steps: returns the smallest interval, in steps, at which the plan expects the
+            overhead to stay within the allowed limit.
+        peer_errors: where this rank records an error in computing its interval, so that all ranks
+            receive it.
         from_memory: whether the job continues from a version in this node's memory.
 
     Attributes:

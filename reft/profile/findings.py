@@ -22,7 +22,7 @@ _RARE = 0.9
 _MATCHED = 0.9
 # Limits for "mostly" and "hardly", as fractions of the copying time
 _MOSTLY, _HARDLY = 0.9, 0.05
-# Fraction of a step from which it is reported that versions hold training up
+# Report that snapshots delay training if the delay is more than this fraction of a step
 _MUCH_HELD_UP = 0.01
 
 

@@ -338,8 +338,8 @@ class LinearSystem:
     matrix: Matrix  # Coefficients, shape (parities, unknown), uint8
 
     def solve(self) -> dict[int, dict[int, int]]:
-        """Return, for each unknown sub-block that is determined, the parities from which it is
-        computed, with their coefficients."""
+        """For each missing sub-block that can be reconstructed, return the parities to combine and
+        the coefficient of each."""
         rows, columns = self.matrix.shape
         reduced, pivots = reduce_rows(
             np.hstack([self.matrix, np.eye(rows, dtype=np.uint8)]), columns

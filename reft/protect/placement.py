@@ -6,9 +6,9 @@
 - ``peer`` (Gemini): state that only one member owns (its ZeRO partition, its host state) is sent to
   its k ring predecessors.
 
-Both methods place a member's bytes on the same members, so one map serves for both. Under an
-erasure code, parities replace the copies of replicated state. State that only one member owns is
-still copied; its number of copies is the number of losses that the code survives.
+In both, the bytes of member d end up on its k ring predecessors, so one map serves both. With an
+erasure code that survives m losses, parities replace the copies of replicated state, and state with
+a single owner is still copied m times.
 """
 
 from __future__ import annotations

@@ -561,7 +561,8 @@ def _find_hole(
 
 
 class ImageRange(NamedTuple):
-    """A range of an image of a rank, in the layout in which the version was written."""
+    """A byte range in one rank's image (the serialized bytes of a section); the rank's coordinate
+    is that of the layout that wrote the version."""
 
     of: Coordinate  # Rank to which the image belongs, in the layout of the version
     section: Section

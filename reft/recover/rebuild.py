@@ -424,9 +424,8 @@ def rebuild_offline(
 # well as before the loss. Until then the arena is marked WRITING, and another recovery ignores it
 # (P3).
 #
-# An arena is filled in this way only for schemes that store copies. In these cases a new version of
-# the restored state is taken instead: with an erasure code or recomputation, if scheme or ring has
-# changed, or after an error.
+# With an erasure code or recomputation, after a change of scheme or ring, or after an error, arenas
+# are not filled this way; a new version of the restored state is taken instead.
 
 
 @dataclass(frozen=True)

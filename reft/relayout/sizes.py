@@ -40,7 +40,8 @@ class Sizes:
     groups: tuple[tuple[int, ...], ...] = ()
 
     def of(self, least: int, most: int) -> tuple[int, ...]:
-        """Return the numbers of nodes between two bounds that are not known to be impossible."""
+        """Return the node counts from ``least`` to ``most`` on which the job might be able to run
+        (not known to be impossible)."""
         return tuple(
             n
             for n in range(least, most + 1)

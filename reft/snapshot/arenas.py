@@ -473,10 +473,13 @@ class ArenaSet:
         return ArenaWriter(slot, arena, layout, label, data, held=held)
 
     def _unchanged(self, arena: Arena, layout: GroupLayout) -> dict[PlacedBlock, int]:
-        """Return the checksums of those blocks in an arena that are equal to those of the newest
-        committed version. The live bytes of such a block have probably not changed since (as with
-        weights that LoRA training leaves frozen), so they are compared with the checksum, and
-        copied and sent only if they differ."""
+        """Find the blocks in an arena whose content equals that in the newest committed version,
+        and return their checksums.
+
+        Such a block's live bytes have probably not changed either (e.g. weights frozen by LoRA), so
+        the copier compares them with the checksum first and copies and sends the block only if they
+        differ.
+        """
         known, checksums = self._contents.pop(arena, (layout, {}))
         if known is not layout:
             return {}

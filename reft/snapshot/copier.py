@@ -153,8 +153,8 @@ class Chunk:
     kind: ByteKind  # Kind of state by which the chunk's bytes are counted
     # Pairs of source and target; more than one pair if the chunk covers several tensors
     pieces: CheckedPieces
-    # The chunk's bytes in the arena, including padding, as a range that is hashed without being
-    # copied
+    # Range of the chunk in the arena, padding included. The checksum is computed in place over this
+    # range.
     stored: Range
     last: bool  # Whether this is the last chunk of its block
     # For parities: function that encodes the chunk and returns the pieces to copy; otherwise
@@ -798,8 +798,8 @@ def _next(gate: Gate, left: int) -> tuple[Permit, int]:
             permit.
 
     Returns:
-        The permit, and the number of bytes that it allows. During computation (tier 2) the
-        excess of the previous permit is subtracted.
+        The permit, and the number of bytes that it allows. During computation (tier 2), ``left``
+        is added to the permit: unused bytes increase the allowance, overrun bytes reduce it.
     """
     permit = gate.admit()
     gate.release(permit, 0.0)

@@ -73,8 +73,8 @@ class Gate:
         return 0.0
 
     def expedite(self) -> None:
-        """Admit everything until :meth:`reset`, because training waits at the fence. Called by
-        the training thread."""
+        """Let all remaining chunks through until :meth:`reset`. Called by the training thread when
+        it waits at the fence until they are copied, or soon will."""
 
     def reset(self) -> None:
         """Admit nothing until :meth:`enter`, because the version has ended. Called by the

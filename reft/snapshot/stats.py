@@ -134,8 +134,8 @@ class SnapshotStats:
     total_traffic: Traffic = field(default_factory=Traffic)
     # Counters of the partitions that are recomputed for ring peers
     recompute: RecomputeStats = field(default_factory=RecomputeStats)
-    # Bytes by the time at which they were copied: in windows (1), during computation (2), during
-    # communication (3), and while training waited (0)
+    # Bytes copied, per tier: 1 in windows, 2 during computation, 3 during communication, 0 while
+    # training waited
     tier_bytes: Counter[int] = field(default_factory=Counter)
     staged: int = 0  # Versions of which a part was staged on the device and drained later
     staged_bytes: int = 0  # Total bytes of the staged parts

@@ -120,9 +120,9 @@ class Version:
     vote_only: bool = False
     # True if the copy is restricted to windows (idle intervals of the pipeline)
     paced: bool = False
-    # True until the training thread has compared torch's write counts with those at the step
-    # boundary (P2). False from the beginning if training waits for the version and so writes
-    # nothing meanwhile.
+    # True until the training thread has checked, by the tensors' version counters
+    # (``Tensor._version``), that nothing was written since the step boundary (P2). Never True if
+    # training waits for the copy, since nothing can be written then.
     unchecked: bool = False
     # Cause why the version will not be committed; None if it still may be. Set at the hand-over if
     # the state could not be captured
@@ -520,8 +520,8 @@ class RankState:
     newest: VersionId = NONE_YET  # Newest version that was handed over
     # All versions up to this one were given up by all ranks when they reconnected
     after: VersionId = NONE_YET
-    # True if the host has come to the optimizer step. Once the device has reached it too, only
-    # required versions start.
+    # True once the host has reached the optimizer step. When the device has reached it too,
+    # optional versions no longer start, only those marked ``required``.
     fence_near: bool = False
     # True if no further version is accepted; the worker ends after those in progress
     closing: bool = False

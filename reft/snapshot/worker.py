@@ -197,7 +197,7 @@ class Votes:
         self._given_up: tuple[int, ...] = ()
         # Whether votes may lag behind training, as the ranks agreed in the last vote
         self.late = False
-        self.newest_step = 0  # Step of the newest version that was handed over
+        self.newest_step = 0  # Step of the newest version that training has handed to this worker
         self._incarnation = -1
         self.voted_step = -1  # Step of the newest version that was voted on
         self.stop_proposal = 0
@@ -373,9 +373,8 @@ class SnapshotWorker:
         self._state = RankState(arenas.slots)
         self._requests: deque[SnapshotRequest] = deque()
         """Requests of the versions in ``_state``, in the same order."""
-        # The lock is re-entrant: ``submit`` holds it while ``_notify`` takes it again, so that no
-        # event from the worker is handled between storing a request and storing the request's
-        # version.
+        # ``submit`` must store a request and its version without a worker event in between, so it
+        # holds the lock across both. ``_notify`` takes the lock again, so it must be re-entrant.
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="reft-snapshot", daemon=True)
         self._thread.start()
@@ -453,9 +452,9 @@ class SnapshotWorker:
             version = request.version
             if self._state.accepts:
                 if request.images is not None:
-                    # Call the copier before the hand-over: it marks the current point in the
-                    # device's work, and as soon as the worker sees the version, it may queue copies
-                    # to run after this point.
+                    # Call the copier before the hand-over. ``begin`` marks the current point in the
+                    # device's work; once the worker sees the version, it may queue copies that run
+                    # after that point.
                     self.copier.begin()
                     self._handed_over_at = time.perf_counter()
                 self._requests.append(request)

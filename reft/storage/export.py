@@ -21,8 +21,8 @@ from reft.storage.publish import LEADER, BlockInFile, WorkDir
 
 
 class Images:
-    """The images of one coordinate (a rank's place in the pp x dp x tp grid), read from the
-    blocks of which they consist."""
+    """The serialized state (one image per section) of the rank at one grid coordinate, assembled
+    from its blocks."""
 
     def __init__(self, blocks: Iterable[BlockInFile]) -> None:
         self._blocks: dict[Section, list[BlockInFile]] = {s: [] for s in Section}

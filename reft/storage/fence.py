@@ -163,8 +163,8 @@ def _claims(directory: Path, job_id: str) -> list[int]:
 
 
 def _take_away(directory: Path, job_id: str, incarnation: int) -> None:
-    """Remove older incarnations' claims, and the files that these incarnations could still
-    rename to a final name."""
+    """Remove the claims of older incarnations, their draft files and their working directories, so
+    that they can no longer rename a draft or a working directory to its final name."""
     job = short_name(job_id)
     for number in _claims(directory, job_id):
         if number < incarnation:

@@ -59,8 +59,8 @@ def read_degrees(checkpoint: Path) -> Degrees | None:
     return degrees if found == every else None
 
 
-# Key in a host file for a description of the job that saved the checkpoint, with incarnation and
-# step
+# Key, in the file with a rank's host state, under which the saving job, its incarnation and the
+# step are recorded
 SAVED_BY = "saved_by"
 _TAG_STEP = re.compile(r"^\.?global_step(\d+)")
 

@@ -124,12 +124,12 @@ def export_stored(
 
 
 def _hold(places: Sequence[ArenaStore], job_id: str, stack: ExitStack) -> dict[Path, Arena | None]:
-    """Pin arenas (take shared locks) until the pinned ones hold a complete version. The job may
-    be running.
+    """Pin more arenas (take shared locks) until the pinned ones form a complete version. The job
+    may be running.
 
     Nodes are visited one after another, so the first round over the nodes may pin different
-    versions on different nodes. Arenas that are pinned once stay pinned. Ranks that are ahead then
-    have no arena for the next version, until the other ranks have completed the same version.
+    versions on different nodes. A pinned arena cannot be overwritten, so ranks that are ahead wait
+    until the others have caught up to the same version.
 
     Returns:
         The pinned arenas by path; None for a file that cannot be read.
@@ -175,8 +175,8 @@ def _release_others(held: Mapping[Path, Arena | None], label: VersionId) -> None
 
 @dataclass(frozen=True)
 class _OpenedPlaces:
-    """Opened arena stores, and the plan for the version that they can restore; its blocks are
-    verified."""
+    """Opened arena stores, and the plan for restoring a version from them. The version's blocks
+    have been verified."""
 
     plan: RecoveryPlan | NotRecoverable
     inventories: list[Inventory]

@@ -460,8 +460,8 @@ class _Writing:
         if source.leads and not isinstance(error, OvertakenError):
             shutil.rmtree(work.root, ignore_errors=True)
             return
-        # The leader keeps the directory if memory no longer holds the version: nodes that begin
-        # to write later find the reason there.
+        # If memory no longer holds the version, the leader keeps the directory, because it records
+        # why the write was abandoned and nodes that start writing later must read that.
         for coordinate in source.blocks:
             # Remove the record before the arena: as long as the record exists, the leader takes
             # the arena as complete.

@@ -279,8 +279,8 @@ def publish(
     }
     try:
         with fence.switched(info.directory, info.job_id, writer, info.label, pointers) as switch:
-            # Check for newer incarnations only after the drafts were made: an incarnation that
-            # claims the directory later removes the drafts, so that renaming them fails.
+            # Check for newer incarnations only after making the drafts. If one claims the directory
+            # after this check, it deletes the drafts, and our rename fails.
             fence.check(info.directory, info.job_id, writer)
             refuse_stale(info.directory, info.job_id, info.label)
             for script in _files(work.scripts):

@@ -75,7 +75,7 @@ class PeerCheck(VersionFeature):
         are equal again."""
         self._turn: int | None = None
         """Turn (number that selects the blocks to compare) of the next version. None until the
-        ranks have voted on a version; the version's step then selects the blocks."""
+        ranks have voted on a version; while it is None, the version's step selects the blocks."""
         # Indices of the blocks that are compared with the newest version
         self._blocks: Sequence[int] = ()
         self._memory = torch.zeros(0, dtype=torch.int64)

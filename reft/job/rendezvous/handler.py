@@ -297,8 +297,8 @@ class StoreRendezvous:
             newest = self.incarnations.read()
         if newest > own > 0:
             with suppress(RendezvousError):
-                # is_closed() is called because it reads the store. If this node has a place in the
-                # newer start of the job, then the job does not continue without it.
+                # Call is_closed() only to refresh the state from the store: it tells whether the
+                # newer start of the job includes this node or continues without it.
                 self.is_closed()
             if not self.has_place:
                 logger.error(
@@ -730,7 +730,8 @@ def replaced_error(own: int, newest: int, *, by_another: bool) -> FencedError:
     """Make the error for a node that was cut off while the job continued without it.
 
     Args:
-        own: number of the start of the job in which the node took part.
+        own: start number (1 for the first start, higher for each restart) of the last start that
+            included this node.
         newest: number of the start that runs without it.
         by_another: True if another node has its place, False if the job runs with fewer nodes.
     """
@@ -756,7 +757,8 @@ class IncarnationRecord:
         return _parse_number(self._store.peek(self._key))
 
     def committed(self) -> int:
-        """Return the number of the start that committed the newest version; 0 if none is known.
+        """Return the start number (1 for the first start, higher for each restart) of the trainers
+        that committed the newest version; 0 if unknown.
 
         Raises:
             StoreError: the store does not answer.

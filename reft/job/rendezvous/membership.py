@@ -37,7 +37,9 @@ class NodeInfo:
 
     node: str  # Node id
     workers: int  # Number of trainers of the node
-    rank_stride: int = 0  # Stride of the round-robin rank assignment (`deal_ranks`)
+    # Number of consecutive ranks dealt to a node before moving to the next (see ``deal_ranks``); 0:
+    # no round-robin
+    rank_stride: int = 0
     restarts_renew: bool = False  # Whether each new version resets the count of used restarts
     round: int = 0  # Last round in which this launcher took part; 0: none
     size: int = 0  # Number of nodes of the launcher's last round
@@ -74,13 +76,14 @@ class Agreement:
     workers: tuple[int, ...]  # Number of trainers of each node
     restarts_used: int  # Restarts of the whole job so far that count against ``--max-restarts``
     known_step: int  # Newest committed step that any of the nodes knows; -1: none
-    # Number of this start of the job, greater than any that a node or the store knew before. A node
-    # that still runs a smaller number was cut off and replaced, and is refused.
+    # Counts the starts of the job; each start gets a number greater than any known before. A node
+    # still running under a smaller number has been replaced, and is refused.
     incarnation: int = 1
     # Reasons why the last round failed, as the remaining nodes report
     failures: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()  # Members that must end: another launcher has their node id
-    rank_stride: int = 0  # Stride of the round-robin rank assignment
+    # Number of consecutive ranks dealt to a node before moving to the next; 0: no round-robin
+    rank_stride: int = 0
 
     def nodes_without(self, members: Collection[str]) -> tuple[str, ...]:
         """Return the ids of the nodes whose launchers are not among ``members``."""
@@ -316,10 +319,10 @@ class JobRules:
         return state.is_empty or (is_same and has_room)
 
     def capacity(self, state: MembershipState, name: str, info: NodeInfo) -> int:
-        """Return the number of places for nodes that train or wait, seen by the node ``name``.
+        """Return how many nodes may train or wait, from the viewpoint of node ``name``.
 
-        It is the limit on nodes, with one exception: while a round runs, a node that was not in it
-        gets a place only if the job can train on more nodes with it.
+        This is the node limit, except that during a round a newcomer counts only if adding it lets
+        the job train on more nodes.
         """
         limit = self.limit(state)
         if state.sizes is None or not state.complete or info.round == state.round:
@@ -416,7 +419,7 @@ class ScaleCancelled(NamedTuple):
 
 
 class SizesKnown(NamedTuple):
-    """A new version has shown with which numbers of nodes the job can train."""
+    """Event: the node counts at which the job can train have become known from a new version."""
 
     round: int  # Round in which the version was taken
     nodes: int  # Number of nodes with which the version was taken

@@ -131,7 +131,7 @@ class LayoutOptions:
 @dataclass(frozen=True)
 class PlannedJob:
     training: Training  # Model, cluster and parallel degrees
-    block: ReftConfig  # The ``reft`` block
+    block: ReftConfig  # The ``reft`` section of the job's configuration
     half: bool  # Whether weights have 16 bits, with fp32 master weights
     layout: JobLayout  # Parallel degrees and order of the ranks
     # Nominal number of parameters, taken as spread evenly over the stages; None: count each stage's
