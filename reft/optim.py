@@ -251,13 +251,15 @@ def is_fused(device: torch.device) -> bool:
     installed but the kernel does not work.
     """
     vendor = find_vendor(device)
-    if vendor is None or not vendor.has_cupy or find_spec("cupy") is None:
+    if vendor is None or not vendor.has_cupy:
         return False
     try:
         if _has_same_bits(device):
             return True
         cause = "its bits differ from those of torch's kernels"
     except ConfigError as error:
+        if find_spec("cupy") is None:
+            return False
         cause = str(error)
     except Exception as error:  # A broken library may raise anything
         cause = f"{type(error).__name__}: {error}"

@@ -193,7 +193,7 @@ def _register_optimizer(config: Any) -> None:
 
         from reft.optim import ExactAdam
 
-        torch.optim.ExactAdam = ExactAdam  # type: ignore[attr-defined]
+        vars(torch.optim)["ExactAdam"] = ExactAdam
 
 
 def _has_block(config: Any) -> bool:

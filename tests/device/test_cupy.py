@@ -103,7 +103,6 @@ def test_a_kernel_gets_the_addresses_of_its_buffers(
 def test_the_fused_step_of_exact_adam_has_the_bits_of_the_host(
     cupy: CupyBackend, monkeypatch: pytest.MonkeyPatch, decoupled: bool
 ) -> None:
-    monkeypatch.setattr(optim, "find_spec", lambda name: name)
     monkeypatch.setattr(SimulatedVendor, "has_cupy", True)
     assert optim.is_fused(torch.device(NAME))
     parameters = [torch.nn.Parameter(weights().to(place)) for place in ("cpu", NAME)]

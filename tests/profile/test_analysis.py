@@ -330,7 +330,11 @@ def test_a_device_clock_tells_when_the_device_got_there_not_when_the_call_return
     go()
     found = clock.resolve(marks)
     assert found[0] > marked_at - clock.error_secs
-    assert found == pytest.approx(truth, abs=clock.error_secs + 1e-3)
+    # Each mark lies between its neighbours on the device, however long the host lets the device wait.
+    for mark, after in zip(found, truth, strict=True):
+        assert mark <= after + clock.error_secs
+    for mark, before in zip(found[1:], truth, strict=False):
+        assert mark >= before + 0.01 - clock.error_secs
 
 
 def a_trace(step: int, chunks: tuple[ChunkRecord, ...] = ()) -> StepTrace:
