@@ -32,7 +32,9 @@ FP32, _, BF16, _ = OPTIMIZERS
 JOBS = plan_jobs(PAIRS)
 
 
-@pytest.mark.parametrize("protection", ["arc", "aec", "arc+aor"])
+@pytest.mark.parametrize(
+    "protection", [pytest.param("arc", marks=pytest.mark.integration), "aec", "arc+aor"]
+)
 def test_p1_p3_p8_a_lost_node_changes_no_bit_of_any_loss(scratch: Scratch, protection: str) -> None:
     job = plan_job([Case("during_step", 1, Setup(DP3, BF16, protection=protection))])
     assert [r.source for r in run_planned(scratch, job, protection)] == ["memory"]

@@ -268,7 +268,13 @@ def test_p3_holds_when_the_restart_crashes_too(completes: bool) -> None:
     assert second.restarts > 10_000
 
 
-@pytest.mark.parametrize("completes", [True, False], ids=["completed", "taken again"])
+@pytest.mark.parametrize(
+    "completes",
+    [
+        pytest.param(True, id="completed"),
+        pytest.param(False, id="taken again", marks=pytest.mark.integration),
+    ],
+)
 def test_p3_holds_through_three_crashes_in_a_row(completes: bool) -> None:
     seen: set[Crash] = set()
     for (memory,), committed in crash_memories(
@@ -315,6 +321,7 @@ def kept(explorer: Explorer) -> set[tuple[int, int]]:
     }
 
 
+@pytest.mark.integration
 def test_p3_holds_where_memory_gets_short_on_any_rank_at_any_time() -> None:
     explorer = explored(kept_rules(SHORT, steps=2))
     assert explorer.deepest_commit == 2
