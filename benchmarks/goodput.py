@@ -61,6 +61,7 @@ _KINDS = {"trainer": KillKind.PROCESS, "node": KillKind.NODE}
 _CURVE_SECS = 3.0
 _INTERVALS = (1, 2, 3, 5, 7, 10, 15, 20, 30, 50, 100)
 _TRAINER_SECS = 120.0
+_QUIET = Path(__file__).parents[1] / "docs" / "measurements" / "2026-11-22-mttr-cpu.json"
 
 
 # -- runs ------------------------------------------------------------------------------------------
@@ -100,18 +101,27 @@ class Run:
         return save_interval(self.way)
 
     def progress_at(self, secs: float) -> int:
-        """Steps by which the job is ahead of its first step in the trace."""
-        return self._step_at(secs) - self._step_at(0.0)
+        """Steps by which the job is ahead of the step with which the trace began, at least 0."""
+        return max(0, self._step_at(secs) - self._step_at(0.0))
+
+    def kept_steps(self) -> int:
+        """Progress at the end of the trace; without unsaved steps if the job is down then."""
+        last = self.failures[-1:]
+        if not last or last[0] in [failure for failure, _, _ in self.restarts()]:
+            return self.progress_at(self.secs)
+        step = self._step_at(self.secs)
+        saved = step - step % self.save_interval if self.save_interval else 0
+        return max(0, saved - self._step_at(0.0))
 
     def _step_at(self, secs: float) -> int:
         return [step for at, step, _ in self.steps if at <= secs][-1]
 
     def step_secs(self) -> tuple[list[float], list[float]]:
-        """Seconds of the steps without and with a DeepSpeed checkpoint before them."""
+        """Seconds of the trace's steps without and with a DeepSpeed checkpoint before them."""
         plain: list[float] = []
         after_save: list[float] = []
         for (before, step, pid), (after, following, same) in pairwise(self.steps):
-            if pid == same and following == step + 1:
+            if before >= 0.0 and pid == same and following == step + 1:
                 saved = self.save_interval > 1 and step % self.save_interval == 0
                 (after_save if saved else plain).append(after - before)
         return plain, after_save
@@ -126,12 +136,14 @@ class Run:
         # One end more than failures if there are none.
         ends = [*(failure.secs for failure in self.failures[1:]), self.secs]
         for failure, end in zip(self.failures, ends, strict=False):
-            before = [row for row in self.steps if row[0] <= failure.secs][-1]
-            after = [r for r in self.steps if failure.secs < r[0] < end and r[2] != before[2]]
+            ended = [pid for secs, _, pid in self.steps if secs <= failure.secs][-1]
+            after = [r for r in self.steps if failure.secs < r[0] < end and r[2] != ended]
             steps_of = Counter(pid for _, _, pid in after)
             trained = [row for row in after if steps_of[row[2]] > 1]
             if trained:
-                yield failure, trained[0][0] - failure.secs, before[1] - trained[0][1] + 1
+                secs, step, _ = trained[0]
+                reached = self._step_at(secs - 1e-6)
+                yield failure, secs - failure.secs, reached - step + 1
 
 
 def save_interval(way: str) -> int:
@@ -236,7 +248,7 @@ def measure(options: argparse.Namespace, space: Any) -> list[Run]:
                 continue
             found = run(way, seed, [] if way == UNDISTURBED else trace, options, space)
             runs.append(found)
-            progress(f"trace {seed}, {way}: {found.progress_at(options.secs)} steps")
+            progress(f"trace {seed}, {way}: {found.kept_steps()} steps")
             if options.runs:
                 with options.runs.open("a") as file:
                     file.write(json.dumps(asdict(found)) + "\n")
@@ -259,8 +271,11 @@ def costs_of(runs: Sequence[Run]) -> Recovery:
         step_secs=fmean(plain),
         save_interval=runs[0].save_interval,
         save_secs=max(0.0, fmean(after_save) - fmean(plain)) if after_save else 0.0,
-        # A kind that did not happen takes as long as the others.
-        restart_secs={kind: fmean(restarts[kind] or restarts["any"]) for kind in _KINDS},
+        # A kind that did not happen takes as long as the others, and a job that never recovered
+        # the whole trace.
+        restart_secs={
+            kind: fmean(restarts[kind] or restarts["any"] or [runs[0].secs]) for kind in _KINDS
+        },
     )
 
 
@@ -300,6 +315,11 @@ def summarise(runs: Sequence[Run]) -> dict[str, Any]:
         "preemptions_simulated": {
             way: simulate_preemptions(costs[way]) for way in ("reft", best, "none")
         },
+        "quiet_machine_simulated": simulate_quiet_machine(
+            [made["reft"].failures for made in by_trace.values()],
+            {way: costs[way] for way in ("reft", best, "none")},
+            runs[0].secs,
+        ),
         "at_scale_simulated": simulate_scale(),
         "traces": traces,
     }
@@ -319,13 +339,31 @@ def simulate_intervals(
     }
 
 
+def simulate_quiet_machine(
+    traces: Sequence[Sequence[Failure]], costs: Mapping[str, Recovery], secs: float
+) -> dict[str, float]:
+    """Mean time shares with the recovery times that mttr.py measured on a quiet machine."""
+    measured = json.loads(_QUIET.read_text())["ways"]
+    found = {}
+    for way, cost in costs.items():
+        system = "reft" if way == "reft" else "torchrun"
+        restart_secs = {
+            kind: measured[name][system]["failure_to_step_secs"]["median"]
+            for kind, name in (("trainer", "trainer"), ("node", "node_spare"))
+        }
+        quiet = replace(cost, restart_secs=restart_secs)
+        steps = fmean(replay(trace, quiet, secs)[-1][1] for trace in traces)
+        found[way] = steps * cost.step_secs / secs
+    return found
+
+
 def describe(run: Run, undisturbed: Run, runs: Sequence[Run]) -> dict[str, Any]:
     """One run, and the same simulated with the costs of the other traces' runs."""
-    steps, own_step_secs = run.progress_at(run.secs), fmean(run.step_secs()[0])
+    steps, own_step_secs = run.kept_steps(), fmean(run.step_secs()[0])
     common = run.losses.keys() & undisturbed.losses.keys()
     found: dict[str, Any] = {
         "steps": steps,
-        "share": steps / undisturbed.progress_at(run.secs),
+        "share": steps / undisturbed.kept_steps(),
         "time_share": steps * own_step_secs / run.secs,
         "step_secs": own_step_secs,
         "load_average": round(run.load_average, 1),
@@ -383,7 +421,8 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
         sorted({row["restart_secs"] for row in rows}), "-:", strict=True
     ):
         chosen = [row for row in rows if row["restart_secs"] == restart_secs]
-        for way, colour in zip(("reft", "deepspeed"), ways.values(), strict=False):
+        colours = {"reft": "#238b45", "deepspeed": "#08519c", "ideal_async": "#807dba"}
+        for way, colour in colours.items():
             values = [row[way] for row in chosen]
             label = f"{way}, restart {restart_secs:.0f} s"
             at_scale.plot([r["devices"] for r in chosen], values, style, c=colour, label=label)
@@ -441,7 +480,7 @@ def main() -> None:
     made.set_defaults(pp=2, seq=64, micro_batch=2, micro_batches=4)
     options = made.parse_args()
     if options.quick:
-        options.traces, options.secs, options.mtbf_secs, options.intervals = 1, 30.0, 15.0, [10]
+        options.traces, options.secs, options.mtbf_secs, options.intervals = 1, 60.0, 30.0, [5]
         options.settle_secs = 1.0
     with scratch(options) as space:
         runs = measure(options, space)

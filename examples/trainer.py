@@ -53,6 +53,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--save-dir", default="checkpoints")
+    parser.add_argument("--lora", action="store_true", help="train adapters only; needs peft")
     parser.add_argument("--deepspeed_config", default=Path(__file__).with_name("trainer.json"))
     args = parser.parse_args()
 
@@ -79,7 +80,14 @@ def main() -> None:
         num_attention_heads=4,
         attention_dropout=0.1,
     )
-    trainer = Trainer(LlamaForCausalLM(shape), options, train_dataset=Text(), callbacks=[Losses()])
+    model: Any = LlamaForCausalLM(shape)
+    if args.lora:
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(
+            model, LoraConfig(r=4, lora_dropout=0.1, target_modules="all-linear")
+        )
+    trainer = Trainer(model, options, train_dataset=Text(), callbacks=[Losses()])
     trainer = reft.hf.resumable(trainer)  # reft
     trainer.train()
     trainer.save_model()

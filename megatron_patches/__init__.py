@@ -1,7 +1,7 @@
 """Integrations of Megatron's programs, for the state that DeepSpeed and PyTorch do not know.
 
-:mod:`reft.integrations` describes integrations. A folder named by a commit holds patches for that
-commit.
+:mod:`reft.integrations` describes integrations. A folder named after a commit holds patches for
+that commit of the program.
 """
 
 ON_IMPORT = {

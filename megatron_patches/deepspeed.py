@@ -1,9 +1,11 @@
-"""Megatron-DeepSpeed's own training state, which its checkpoints hold outside of DeepSpeed's files.
+"""Captures and restores Megatron-DeepSpeed's own training state, which its checkpoints hold in
+addition to DeepSpeed's.
 
-Its training loop counts in its arguments after the optimizer step; a version is taken where the
-next step begins. ``load_checkpoint`` returns the state as the program expects it. The program's
-only change is ``--load`` if it was not given, because without it the program would not load the
-state.
+The program's training loop keeps counters in its parsed arguments, and updates them after the
+optimizer step; a version is taken when the next step begins, so it contains them.
+``load_checkpoint`` returns the state as the program expects it. The only thing that is changed
+in the program is the option ``--load``: it is set if it was not given, because without it the
+program would not load the state.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ _REFUSED = {
     "mos": "the teacher's state is not captured",
     "kd": "the teacher's state is not captured",
 }
-"""Options with which a restart would differ from the undisturbed run, each with the reason."""
+"""Options with which a resumed run would differ from an uninterrupted one, each with the reason."""
 _REFUSED_ABOVE_ONE = {
     "num_experts": "its checkpoints are distributed by expert; reft knows dense models only",
     "ds_sequence_parallel_size": "reft knows stages, data-parallel and tensor-parallel ranks only",
@@ -62,18 +64,19 @@ _IN_CONFIG = {
     "curriculum_learning_legacy": "curriculum_learning",
     "compression_training": "compression_training",
 }
-"""Options that are set in the DeepSpeed configuration, and their keys there."""
+"""Options that users set in the DeepSpeed configuration, each with its key there."""
 
 
 def running_program(engine: Any) -> MegatronProgram | None:
-    """Return the Megatron-DeepSpeed program that made the engine; None for every other script."""
+    """Return the Megatron-DeepSpeed program that created the engine; None for any other script."""
     checkpointing = sys.modules.get(_CHECKPOINTING)
     get_args = getattr(checkpointing, "get_args", None)
     if get_args is None:
         return None
     try:
         args = get_args()
-    except AssertionError:  # The module was imported for other reasons; no arguments were parsed
+    # No arguments were parsed, so the module was imported for another reason
+    except AssertionError:
         return None
     return (
         MegatronProgram(engine, args, checkpointing) if getattr(args, "deepspeed", False) else None
@@ -81,10 +84,10 @@ def running_program(engine: Any) -> MegatronProgram | None:
 
 
 def warn_attention(model: torch.nn.Module) -> None:
-    """Mark how queries, keys and values are laid out in each fused attention parameter.
+    """Set on each fused attention parameter how queries, keys and values are laid out in it.
 
-    Depending on the release of the program, they are stored as three blocks or head by head. Only
-    the code of the forward pass shows which; for unknown code the layout stays unmarked.
+    Depending on the release of the program, the three are stored as three blocks or head by
+    head. Only the code of the forward pass shows which; if that code is unknown, nothing is set.
     """
     attention: Any
     parameter: Any
@@ -112,11 +115,12 @@ class MegatronProgram:
 
     Args:
         engine: DeepSpeed's engine.
-        args: arguments of the program, in which it counts.
+        args: parsed arguments of the program, which also hold its counters.
         checkpointing: the program's module ``checkpointing``.
 
     Attributes:
-        data_is_bound: why the data order depends on the data-parallel degree; empty if it does not.
+        data_is_bound: reason why the order of the data depends on the data-parallel degree;
+            empty if it does not.
 
     Raises:
         ConfigError: the program was started with an option that reft cannot resume.
@@ -133,9 +137,10 @@ class MegatronProgram:
     def join(self, context: JobContext) -> None:
         """Connect the program to a session.
 
-        The program derives its position in the data from the samples that it has consumed. Without
-        ``--load`` it would not call ``load_checkpoint``. The job is then resumed here, and if there
-        is anything to resume, ``--load`` is set so that the program loads its counters.
+        The program derives its position in the data from the samples that it has consumed.
+        Without ``--load`` the program would not call ``load_checkpoint``. In this case the job
+        is resumed here, and if there was a state to resume, ``--load`` is set so that the
+        program loads its counters.
         """
         context.engine.data.leave_to_program()  # type: ignore[union-attr]  # DeepSpeed's has one
         warn_attention(self._engine.module)
@@ -164,8 +169,8 @@ class MegatronProgram:
                 self._args.load = str(context.job_dir.path)
 
     def client_state(self) -> dict[str, Any]:
-        """Return the state that the program's ``save_checkpoint`` gives to DeepSpeed after this
-        step.
+        """Return the client state that the program's ``save_checkpoint`` would pass to DeepSpeed
+        after this step.
 
         Raises:
             UnsupportedStateError: the program's iteration differs from the engine's step.
@@ -188,10 +193,11 @@ class MegatronProgram:
         }
 
     def _load(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """Load, and adapt the client state if the version was taken in another layout.
+        """Load, and adapt the client state if the version was taken with other parallel degrees.
 
-        The program refuses degrees that differ from its own, so they are replaced. Random states of
-        another layout do not fit, so the program keeps its current ones.
+        The program refuses a state with degrees that differ from its own, so they are replaced
+        by its own. Random states of another layout do not fit, so the program keeps the current
+        ones.
         """
         path, client = original(*args, **options)
         saved_args = (client or {}).get("args")
@@ -203,8 +209,8 @@ class MegatronProgram:
         return path, client
 
     def _universal_info(self) -> dict[str, Any]:
-        """Return data for the conversion to DeepSpeed's universal checkpoints; some releases have
-        none.
+        """Return the data that a conversion to DeepSpeed's universal checkpoints needs; empty in
+        releases of the program that have none.
         """
         if self._universal is None:
             describe = getattr(self._checkpointing, "_universal_checkpoint_info", None)
@@ -214,7 +220,8 @@ class MegatronProgram:
         return self._universal
 
     def _rng_state(self) -> list[dict[str, Any]]:
-        """Return random states in the program's form: one entry, or one per data-parallel rank."""
+        """Return the random states in the form of the program: a list with one entry, or with
+        one per data-parallel rank."""
         from deepspeed.accelerator import get_accelerator
 
         tracker = self._checkpointing.tensor_parallel.get_cuda_rng_tracker()
@@ -233,14 +240,14 @@ def check_options(args: Any, refused: Mapping[str, str]) -> str:
     """Check the arguments of a program.
 
     Args:
-        args: the arguments.
+        args: the parsed arguments.
         refused: options that are refused, each with the reason.
 
     Returns:
-        How the program reads its data: ``single`` or ``cyclic``.
+        The kind of the program's data loader: ``single`` or ``cyclic``.
 
     Raises:
-        ConfigError: a refused option is given, or the program reads in an unknown way.
+        ConfigError: a refused option is given, or the kind of the data loader is unknown.
     """
     for name, reason in refused.items():
         if _is_given(args, name):
@@ -257,7 +264,7 @@ def check_options(args: Any, refused: Mapping[str, str]) -> str:
 
 
 def _option(name: str) -> str:
-    """How a user sets the option."""
+    """Return the option as a user writes it."""
     if name in _IN_CONFIG:
         return f'"{_IN_CONFIG[name]}" in the DeepSpeed configuration'
     return "--" + name.replace("_", "-")
@@ -271,10 +278,10 @@ def _is_given(args: Any, name: str) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether any process can decode the value. The program makes all other arguments
-    again."""
+    """Return whether an argument's value can be stored and decoded in any process. The program
+    itself computes all other arguments again."""
     kind = type(value)
-    if kind in _PLAIN:  # Fast path: there are some hundred arguments at every step
+    if kind in _PLAIN:  # Fast path, because some hundred arguments are checked in every step
         return True
     if kind in (list, tuple):
         return all(map(_is_plain, value))

@@ -1,7 +1,7 @@
 """The rendezvous backend for an etcd cluster.
 
-Trainers reach the store through their launcher on loopback, so they need neither etcd's client nor
-its password.
+Trainers reach the store through their launcher, over the loopback interface, so they need
+neither etcd's client library nor the password.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PROBE_SECS = 2.0
 
 
 class EtcdBackend(RendezvousBackend):
-    """Connects one node to an etcd cluster, and serves it to the node's trainers."""
+    """Connects one node to an etcd cluster, and serves the store to the node's trainers."""
 
     advice = "Start the members of the etcd cluster again: it needs more than half of them"
     reopens = f"wait {RUN_LEASE_SECS} s: etcd then forgets a run that has no launcher any more"
@@ -35,7 +35,8 @@ class EtcdBackend(RendezvousBackend):
         endpoint = self._config.rdzv_endpoint
         settings = self._settings = EtcdSettings.parse(endpoint, self._conf, os.environ)
         self._client = EtcdClient(settings)
-        # Trainers inherit the environment, and any code in them could read the password there.
+        # Remove the password: trainers inherit the environment, where any of their code could
+        # read it.
         os.environ.pop(ENV_ETCD_PASSWORD, None)
         if settings.password is not None and not settings.tls:
             logger.warning(
@@ -67,7 +68,7 @@ class EtcdBackend(RendezvousBackend):
         return True
 
     def _wait_for_cluster(self, store: EtcdStore) -> None:
-        """Wait until the cluster can be used; log the problem, and again when it changes."""
+        """Wait until the cluster can be used. Log the problem, and log again when it changes."""
         deadline, logged = time.monotonic() + self._contact_secs, ""
         while True:
             try:

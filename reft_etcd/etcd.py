@@ -1,14 +1,14 @@
 """The rendezvous store in an etcd cluster, which survives the loss of a minority of its hosts.
 
-Every write is a transaction that compares the key's ``mod_revision``. So a request that was slow,
-or was repeated because its reply was lost, never overwrites a newer value. Any process that may
-write to etcd could have written the values that are read here. Therefore each value carries a MAC,
-keyed with the user's secret, over its key and its bytes, which is checked before anything is parsed
-(P11). Every process that may read etcd can read the values; they hold no secret.
+Every write is a transaction that compares the key's ``mod_revision``. So a request that was
+delayed, or repeated because its reply was lost, never overwrites a newer value. Values read from
+etcd may have been written by any process that has access to it. Therefore each value carries a
+MAC, keyed with the user's secret, over its key and its bytes, which is checked before anything
+is parsed (P11). The values are not encrypted, because they hold no secret.
 
-The keys of a run are attached to one lease, which every launcher of the run renews: they expire a
-minute after the last launcher has ended. Each launcher has another lease, which shows that it is
-alive; so no heartbeat rewrites the shared state.
+The keys of a run are attached to one lease, which every launcher of the run renews: they expire
+a minute after the last launcher has ended. Each launcher has a lease of its own as well, which
+shows that it is alive, so heartbeats do not rewrite the shared state.
 """
 
 from __future__ import annotations
@@ -55,9 +55,11 @@ _ENVIRONMENT = {
     "cert": ENV_ETCD_CERT,
     "key": ENV_ETCD_KEY,
 }
-"""Keys of ``--rdzv-conf``, named like etcdctl's options, and the variables that replace them."""
+"""Keys of ``--rdzv-conf``, named like etcdctl's options, and the environment variables that can
+be used instead."""
 _MAX_PASSWORD_BYTES = 4096
-_MEMBER_SECS = 2.0  # Time-out per member in the first round through all members; doubles each round
+# Time-out in seconds per member in the first round through all members; doubled with each round
+_MEMBER_SECS = 2.0
 _PAUSE_SECS = 0.1
 _CHANNEL_OPTIONS = (
     # Connect directly to the members, even if the environment names a proxy.
@@ -80,7 +82,7 @@ _RETRIED_CODES = (
     "UNKNOWN",
     "ABORTED",
 )
-"""gRPC codes after which the request is sent to the next member."""
+"""gRPC status codes after which the request is sent to the next member."""
 _WHEN_FULL = (
     ". Start etcd with --auto-compaction-retention=10m; now: etcdctl compact REVISION, etcdctl "
     "defrag, etcdctl alarm disarm"
@@ -88,7 +90,8 @@ _WHEN_FULL = (
 _PURPOSE = b"etcd value"
 _ANSWER_SECS = 10.0
 _ANSWER_SECS_AFTER_FAILURE = 2.0
-"""Time-out after a request without a reply; shorter, because callers have other work and retry."""
+"""Time-out in seconds of requests after one that had no reply; shorter, because callers have
+other work to do and retry."""
 _REVOKE_SECS = 1.0
 _NONCE_BYTES = 16
 
@@ -99,11 +102,13 @@ class EtcdSettings:
 
     endpoints: tuple[str, ...]  # ``host:port`` of each member, at least one
     tls: bool = False
-    user: str | None = None  # None if etcd's authentication is off
+    user: str | None = None  # User name; None if etcd's authentication is off
     password: str | None = field(default=None, repr=False)
-    ca_cert: Path | None = None  # CA of the members' certificates; None: those of gRPC
+    # Certificate authority of the members' certificates; None for the authorities that gRPC
+    # trusts
+    ca_cert: Path | None = None
     cert: Path | None = None  # Certificate of this client, if etcd requires one
-    key: Path | None = None  # Private key of that certificate
+    key: Path | None = None  # Private key of ``cert``
 
     @classmethod
     def parse(
@@ -160,7 +165,7 @@ class EtcdSettings:
 
 
 def _parse_members(endpoint: str) -> tuple[tuple[str, ...], bool]:
-    """``host:port`` of each member, and whether the scheme is ``https://``."""
+    """Return ``host:port`` of each member, and whether the scheme is ``https://``."""
     urls = [url.strip() for url in endpoint.split(",") if url.strip()]
     if not urls:
         raise ConfigError(
@@ -178,7 +183,8 @@ def _parse_members(endpoint: str) -> tuple[tuple[str, ...], bool]:
 
 
 def _readable_file(name: str, value: str) -> Path | None:
-    """Return the file of a setting; None if it is not set."""
+    """Return the path in a setting after checking that the file is readable; None if the setting
+    is empty."""
     if not value:
         return None
     path = Path(value)
@@ -194,7 +200,7 @@ def _describe_setting(name: str) -> str:
 
 
 def _read_password(environ: Mapping[str, str]) -> str | None:
-    """Return the password, from the environment or a file; None if there is none."""
+    """Return the password from the environment or a file; None if neither has one."""
     if password := environ.get(ENV_ETCD_PASSWORD):
         return password
     path = environ.get(ENV_ETCD_PASSWORD_FILE)
@@ -202,7 +208,8 @@ def _read_password(environ: Mapping[str, str]) -> str | None:
         return None
     try:
         with open(path, "rb") as file:
-            # The mode of the open file is checked, because the name may point elsewhere later.
+            # Check the mode of the opened file, because the name could refer to another file
+            # later.
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
             if mode & 0o077:
                 raise ConfigError(
@@ -223,7 +230,7 @@ class RefusedError(StoreError):
     """etcd has refused a request.
 
     Attributes:
-        code: gRPC's code.
+        code: gRPC's status code.
         details: etcd's message.
     """
 
@@ -246,7 +253,8 @@ class EtcdClient:
         try:
             self._grpc: Any = importlib.import_module("grpc")
             self.messages: Any = importlib.import_module("etcd3.etcdrpc")
-        # The package etcd3 raises TypeError, because its messages need an older protobuf.
+        # The package etcd3, which has the same module name, raises TypeError: its messages need
+        # an older protobuf.
         except (ImportError, TypeError) as error:
             raise ConfigError(
                 f"--rdzv-backend {ETCD_BACKEND} needs PyPI's python3-etcd3 (not etcd3), which "
@@ -267,7 +275,8 @@ class EtcdClient:
                 self._grpc.insecure_channel(endpoint, options=_CHANNEL_OPTIONS)
                 for endpoint in settings.endpoints
             ]
-        # Guards _current: if several threads fail on one member, one of them moves to the next.
+        # Guards _current: if requests of several threads fail on one member, only one thread
+        # switches to the next member.
         self._lock = threading.Lock()
         self._current = 0
         self._token: str | None = None
@@ -275,22 +284,23 @@ class EtcdClient:
 
     @property
     def member(self) -> str:
-        """``host:port`` of the member that gets the next request first."""
+        """``host:port`` of the member to which the next request is sent first."""
         return self.settings.endpoints[self._current]
 
     def request(self, service: str, method: str, message: Any, deadline: float) -> Any:
         """Send a request to one member after another until one answers.
 
-        A request whose reply was lost may be carried out twice.
+        A request whose reply was lost is repeated, so etcd may carry it out twice.
 
         Args:
             service: service of etcd's API, such as ``KV``.
             method: method of the service.
             message: the request.
-            deadline: time on the monotonic clock.
+            deadline: time on the monotonic clock, in seconds, until which to try.
 
         Raises:
-            StoreError: no member answers in time, or etcd refuses (RefusedError).
+            StoreError: no member has answered in time, or etcd has refused the request
+                (RefusedError).
             AuthenticationError: user or password are wrong, or the user lacks a permission.
             ConfigError: a user is given, but etcd's authentication is off.
         """
@@ -309,7 +319,8 @@ class EtcdClient:
                     code, details = error.code().name, error.details() or ""
                     is_token_error = any(words in details for words in _TOKEN_ERRORS)
                     if is_token_error and self._token is not None and not has_renewed_token:
-                        # Tokens expire, and a restarted member knows none.
+                        # Log in again: tokens expire, and a restarted member accepts no old
+                        # ones.
                         self._token, has_renewed_token = None, True
                         continue
                     if code not in _RETRIED_CODES:
@@ -321,7 +332,7 @@ class EtcdClient:
                 except ValueError as error:  # Raised by gRPC if the channel was closed
                     raise StoreError(f"the connection to etcd is closed: {error}") from error
             time.sleep(max(0.0, min(_PAUSE_SECS, deadline - time.monotonic())))
-            member_secs *= 2  # A member that is slow under load gets more time in the next turn
+            member_secs *= 2  # Give a member that is slow under load more time in the next round
 
     def _no_answer(self, failures: Mapping[str, str]) -> StoreError:
         members = ", ".join(self.settings.endpoints)
@@ -330,7 +341,8 @@ class EtcdClient:
         return StoreError(f"the etcd cluster {members} does not answer{in_parentheses}")
 
     def leader_known_by(self, endpoint: str, secs: float) -> bool | None:
-        """Return whether the member at ``endpoint`` has a leader; None if it does not answer."""
+        """Return whether the member at ``endpoint`` knows a leader of the cluster; None if it
+        does not answer."""
         index = self.settings.endpoints.index(endpoint)
         message = self.messages.StatusRequest()
         try:
@@ -365,7 +377,8 @@ class EtcdClient:
         call = getattr(stub, method)
         left_secs = max(0.001, deadline - time.monotonic())
         if method == "LeaseKeepAlive":
-            # This method streams requests and replies. No reply means that the lease is gone.
+            # This method streams requests and replies. No reply means that the lease no longer
+            # exists.
             answers = list(call(iter([message]), timeout=left_secs, metadata=metadata))
             return answers[0] if answers else self.messages.LeaseKeepAliveResponse(ID=message.ID)
         return call(message, timeout=left_secs, metadata=metadata)
@@ -416,8 +429,8 @@ class EtcdStore(RendezvousStore):
         client: client of the cluster.
         secret: the user's secret.
         run_id: id of the job's run.
-        timeout_secs: time-out of :meth:`get` while a key has no value. Single requests have the
-            same time-out, but at most 10 s.
+        timeout_secs: time for which :meth:`get` waits for a key to get a value. It is also the
+            time-out of a single request, which is at most 10 s.
     """
 
     keeps_leases = True
@@ -434,17 +447,19 @@ class EtcdStore(RendezvousStore):
         self._own_lease = _lease_number(os.urandom(_NONCE_BYTES))
         self._names = _Names()
         self._answer_secs = min(_ANSWER_SECS, timeout_secs)
-        self._health = {"in doubt": False}  # A dict, which all views of the store share
-        self._writing = threading.Lock()  # Writes are carried out in the order of the calls
+        # Whether the last request had no reply. A dict, because all views of the store share it
+        self._health = {"in doubt": False}
+        # Held during a write, so that writes are carried out in the order of the calls
+        self._writing = threading.Lock()
 
     def lasting(self) -> EtcdStore:
-        """Return a view of the store whose keys stay when the run is over."""
+        """Return a view of the store whose keys remain after the run has ended."""
         view = self.with_prefix("")
         view.prefix, view._run_lease = self.prefix, None
         return view
 
     def greet(self) -> None:
-        """Check within seconds that the cluster can be used; raises the error if it cannot."""
+        """Check within seconds that the cluster can be used; if not, raise the error."""
         message = self._client.messages.RangeRequest(key=ROOT.encode(), count_only=True)
         deadline = time.monotonic() + _ANSWER_SECS_AFTER_FAILURE
         self._client.request("KV", "Range", message, deadline)
@@ -459,7 +474,7 @@ class EtcdStore(RendezvousStore):
         name = self._name(key)
         sealed = self._seal(name, value.encode() if isinstance(value, str) else value)
         with self._write_deadline() as deadline:
-            # Repeated if another client writes in between.
+            # Repeat if another client has written in between.
             while not self._swap(name, self._read(name, deadline).revision, sealed, deadline):
                 pass
 
@@ -494,7 +509,7 @@ class EtcdStore(RendezvousStore):
             if self._run_lease is not None:
                 self._leases.renew(self._run_lease, RUN_LEASE_SECS, deadline)
             if not self._leases.renew(self._own_lease, max(2, math.ceil(secs)), deadline):
-                held.clear()  # The names expired with the lease
+                held.clear()  # The names have expired with the lease
             if key not in held:
                 value = self._seal(key, b"")
                 message = self._client.messages.PutRequest(
@@ -506,19 +521,22 @@ class EtcdStore(RendezvousStore):
     def alive(self, prefix: str) -> frozenset[str]:
         first = self._name(prefix)
         with self._deadline() as deadline:
-            end = first[:-1] + bytes([first[-1] + 1])  # The first key after those with the prefix
+            # The first possible key after those with the prefix
+            end = first[:-1] + bytes([first[-1] + 1])
             message = self._client.messages.RangeRequest(key=first, range_end=end)
             answer = self._client.request("KV", "Range", message, deadline)
         values = {bytes(entry.key): bytes(entry.value) for entry in answer.kvs}
         for key, value in values.items():
-            self._open(key, value)  # Raises if another user has written it
+            self._open(key, value)  # Raises if another user has written the value
         if self._names.update(first, values.keys()):
-            # This client's lease has ended or was revoked; the next heartbeat grants it again.
+            # This client's lease has expired or was revoked; the next heartbeat will grant it
+            # again.
             self._leases.forget(self._own_lease)
         return frozenset(self._strip(key) for key in values)
 
     def left(self, prefix: str) -> dict[str, float]:
-        """As :meth:`RendezvousStore.left`, counted since this client first missed the name.
+        """Do what :meth:`RendezvousStore.left` does, with times counted since this client first
+        missed the name.
 
         Sends no request.
         """
@@ -536,7 +554,8 @@ class EtcdStore(RendezvousStore):
     # -- helpers -----------------------------------------------------------------------------------
 
     def local_address(self) -> str:
-        """This host's address on the route to the first member on another host, if there is one."""
+        """Return the address that this host uses to reach the first member on another host, if
+        there is such a member."""
         members = [parse_endpoint(endpoint) for endpoint in self._client.settings.endpoints]
         addresses = [address_towards(host, port) for host, port in members]
         reachable = [address for address in addresses if address is not None]
@@ -548,7 +567,7 @@ class EtcdStore(RendezvousStore):
 
     def close(self) -> None:
         if self._names.held:
-            # Revoked, so that the others need not wait until the lease expires.
+            # Revoke the lease, so that the other nodes need not wait until it expires.
             message = self._client.messages.LeaseRevokeRequest(ID=self._own_lease)
             deadline = time.monotonic() + _REVOKE_SECS
             with suppress(StoreError, AuthenticationError, ConfigError):
@@ -559,8 +578,8 @@ class EtcdStore(RendezvousStore):
         return f"{ROOT}{self.prefix}{key}".encode()
 
     def _seal(self, name: bytes, value: bytes) -> bytes:
-        """Return the value with a MAC, and with a nonce that distinguishes two writes of equal
-        bytes.
+        """Return the value with a MAC, and with a random nonce that makes two writes of equal
+        bytes different.
         """
         nonce = os.urandom(_NONCE_BYTES)
         return authenticate(nonce + value, self._key_of(name), _PURPOSE)
@@ -580,13 +599,13 @@ class EtcdStore(RendezvousStore):
             ) from error
 
     def _key_of(self, name: bytes) -> bytes:
-        """Return the MAC key of one entry, so that the values of two entries cannot be
-        exchanged."""
+        """Return the MAC key of one entry. Every entry has its own, so that nobody can swap the
+        values of two entries."""
         return sha256(self._secret + name).digest()
 
     @contextmanager
     def _deadline(self) -> Iterator[float]:
-        """The deadline of one request; it is shorter after a request without a reply."""
+        """Yield the deadline of one request, which is shorter after a request without a reply."""
         secs = self._answer_secs
         if self._health["in doubt"]:
             secs = min(secs, _ANSWER_SECS_AFTER_FAILURE)
@@ -601,7 +620,8 @@ class EtcdStore(RendezvousStore):
 
     @contextmanager
     def _write_deadline(self) -> Iterator[float]:
-        """As :meth:`_deadline`, for writes, of which one runs at a time."""
+        """Yield the deadline of a write, with the lock held that lets only one write run at a
+        time."""
         with self._deadline() as deadline:
             if not self._writing.acquire(timeout=max(0.0, deadline - time.monotonic())):
                 raise StoreError(
@@ -617,7 +637,8 @@ class EtcdStore(RendezvousStore):
         return _first_entry(self._client.request("KV", "Range", message, deadline).kvs)
 
     def _swap(self, name: bytes, revision: int, sealed: bytes, deadline: float) -> bool:
-        """Write if the key has this revision (0: it does not exist); returns whether it did."""
+        """Write the value if the key has the given revision (0 if the key does not exist);
+        return whether it was written."""
         messages, lease = self._client.messages, self._run_lease or 0
         is_unchanged = messages.Compare(
             target=messages.Compare.MOD,
@@ -637,28 +658,30 @@ class EtcdStore(RendezvousStore):
         except RefusedError as error:
             if error.code != "NOT_FOUND":
                 raise
-            # The lease has expired since it was renewed; the next attempt grants it.
+            # The lease has expired since it was renewed; the next attempt will grant it.
             self._leases.forget(lease)
             return False
         if answer.succeeded:
             return True
-        # If the request was repeated because its reply was lost, the first one may have written.
+        # If the request was repeated because its reply was lost, the first one may have written
+        # the value.
         return _first_entry(answer.responses[0].response_range.kvs).sealed == sealed
 
 
 class _Entry(NamedTuple):
-    """The content of a key of etcd."""
+    """The current content of one key in etcd."""
 
-    revision: int  # 0 if the key does not exist
+    revision: int  # Revision of the last write to the key; 0 if the key does not exist
     sealed: bytes | None
 
 
 class _Names:
-    """Keys of etcd that show which clients are alive.
+    """The keys in etcd that show which clients are alive.
 
     Attributes:
-        held: keys of this client.
-        missed_at: when keys of other clients were first missing, on the monotonic clock.
+        held: keys that this client owns.
+        missed_at: for keys of other clients that have vanished, the time at which each was first
+            missing, on the monotonic clock.
     """
 
     def __init__(self) -> None:
@@ -667,7 +690,8 @@ class _Names:
         self._known: set[bytes] = set()
 
     def update(self, prefix: bytes, keys: Collection[bytes]) -> bool:
-        """Update the keys with a prefix; returns whether a key of this client is missing."""
+        """Record which keys under ``prefix`` now exist; return whether one that this client owns
+        has vanished."""
         now = time.monotonic()
         for key in self._known.difference(keys):
             if key.startswith(prefix):
@@ -681,17 +705,17 @@ class _Names:
 
 
 class _Leases:
-    """Leases that this process renews, with ids that it has chosen."""
+    """The leases that this process renews. Their ids are chosen by reft, not by etcd."""
 
     def __init__(self, client: EtcdClient) -> None:
         self._client = client
         self._renewed_at: dict[int, float] = {}
 
     def renew(self, lease: int, ttl_secs: int, deadline: float) -> bool:
-        """Grant a lease, or renew it when a third of its time has passed.
+        """Grant a lease, or renew it if a third of its duration has passed.
 
         Returns:
-            Whether the lease existed; if not, its keys are gone.
+            Whether the lease still existed; if not, the keys attached to it are gone.
         """
         now = time.monotonic()
         if now - self._renewed_at.get(lease, float("-inf")) < ttl_secs / 3:
@@ -705,14 +729,15 @@ class _Leases:
             try:
                 self._client.request("Lease", "LeaseGrant", grant, deadline)
             except RefusedError as error:
-                # Another launcher granted it first, or this request was carried out twice.
+                # Another launcher has granted the lease first, or this request was carried out
+                # twice.
                 if "lease already exists" not in error.details:
                     raise
         self._renewed_at[lease] = now
         return existed
 
     def forget(self, lease: int) -> None:
-        """Query the lease with the next :meth:`renew`, however recent the last one."""
+        """Make the next :meth:`renew` contact etcd, however recently the lease was renewed."""
         self._renewed_at.pop(lease, None)
 
 

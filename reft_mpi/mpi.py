@@ -1,13 +1,13 @@
 """Collectives and exchanges over MPI with time-outs.
 
-Every call to MPI returns at once. Pending requests are tested repeatedly, and in between it is
-checked whether a rank has left. MPI has no message for that: a rank that leaves notifies its
-neighbours in a tree, which leave as well and pass it on. A process that dies ends the whole MPI
-job, as the standard and its libraries define it.
+Only calls to MPI that return at once are used. Pending requests are tested repeatedly, and
+between two tests it is checked whether a rank has left. MPI does not report that, so a rank that
+leaves sends a message to its neighbours in a tree, which pass the message on and leave as well.
+A process that dies ends the whole MPI job, as the standard and its libraries define it.
 
 mpi4py initialises MPI when it is imported, with MPI_THREAD_MULTIPLE unless configured otherwise.
-Training, the snapshot worker and the script's own use of MPI call it from different threads, each
-with its own communicators. Only calls on buffers are used, so no object is pickled.
+The training thread, the snapshot worker and the script may all call MPI, from different threads,
+each with its own communicators. Only calls on buffers are used, so no object is pickled.
 """
 
 from __future__ import annotations
@@ -39,10 +39,12 @@ from reft.control.transport import (
 )
 from reft.errors import ConfigError, TransferError
 
-_LEFT, _HERE, _MISSING, _BYTES = 1, 2, 3, 4  # Tags of messages
+# Tags of messages: a rank has left, a rank waits, list of missing ranks, bytes of an exchange
+_LEFT, _HERE, _MISSING, _BYTES = 1, 2, 3, 4
 _PIECE_BYTES = 2**20
-_PIECES_AHEAD = 2  # Pieces in progress to and from each peer
-_WORDS = 16  # Numbers in one collective; longer lists take several
+_PIECES_AHEAD = 2  # Number of messages with bytes in progress to and from each peer
+# Largest number of integers in one collective; longer lists take several collectives
+_WORDS = 16
 _MAX_WAKE_BYTES = 4096
 _LEVELS = (
     "MPI_THREAD_SINGLE",
@@ -63,7 +65,8 @@ def load_mpi() -> Any:
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
-        reason = str(error).partition("\n")[0]  # The other lines list all paths that were tried
+        # The other lines of the message list all paths that were tried
+        reason = str(error).partition("\n")[0]
         raise ConfigError(
             f'"transport": "mpi" and reft mpi-run need mpi4py and an MPI library ({reason}). '
             "Install mpi4py with pip install 'reft-ckpt[mpi]' and load the machine's MPI, or "
@@ -75,7 +78,7 @@ def load_mpi() -> Any:
 
 
 def require_threads(level: int, levels: Sequence[int]) -> None:
-    """Refuse an MPI that several threads may not call at the same time.
+    """Refuse an MPI library that several threads may not call at the same time.
 
     Args:
         level: thread level at which MPI was initialised.
@@ -97,9 +100,10 @@ def require_threads(level: int, levels: Sequence[int]) -> None:
 
 
 class PollIntervals:
-    """Pauses between two polls: none at first, then growing up to a millisecond.
+    """Pauses between two polls, which begin with zero and grow up to a millisecond.
 
-    MPI has no call that waits for a message and also returns when a peer is silent.
+    Polling is needed because MPI has no call that waits for a message but also returns if a peer
+    stays silent.
     """
 
     def __init__(self) -> None:
@@ -107,7 +111,7 @@ class PollIntervals:
         self.restart()
 
     def restart(self) -> None:
-        """Poll without a pause again, after a success."""
+        """Start again with no pause, after a successful poll."""
         self._polls = 0
         self._pauses.reset()
 
@@ -122,11 +126,11 @@ class PollIntervals:
 def duplicator(parent: Any) -> Callable[[float, KeepWaiting], Any]:
     """Make a function that returns the next duplicate of a communicator. Collective.
 
-    The function takes the seconds to wait and whether to keep waiting. It raises TransferError if
-    not all ranks come in time.
+    The function takes the seconds to wait, and a function that tells whether to keep waiting. It
+    raises TransferError if not all ranks have called it in time.
 
-    A request for a duplicate cannot be cancelled. If one attempt gives up, the next one continues
-    with its request, so that the n-th duplicates of all ranks belong together.
+    MPI's request for a duplicate cannot be cancelled. If one attempt gives up, the next one
+    continues with the same request, so that the n-th duplicates of all ranks belong together.
     """
     pending: list[tuple[Any, Any]] = []
 
@@ -148,7 +152,7 @@ def duplicator(parent: Any) -> Callable[[float, KeepWaiting], Any]:
 
 
 class Outgoing:
-    """The bytes to send to one peer in one exchange."""
+    """The bytes to be sent to one peer in one exchange."""
 
     def __init__(self, communicator: Any, peer: int, views: Sequence[memoryview]) -> None:
         self._comm = communicator
@@ -161,21 +165,22 @@ class Outgoing:
         return not self._views and not self._in_progress
 
     def advance(self) -> bool:
-        """Send as much as allowed; returns whether anything moved."""
+        """Start as many sends as allowed; return whether anything was sent."""
         moved = False
         while self._in_progress and self._in_progress[0][0].Test():
             self._in_progress.popleft()
             moved = True
         while self._views and len(self._in_progress) < _PIECES_AHEAD:
             piece = self._next_piece()
-            # A synchronous send completes when the peer has received it. So the number of pieces
-            # in progress limits what the peer's MPI library has to buffer.
+            # A synchronous send completes only when the peer receives it. So the limit on sends
+            # in progress also limits what the peer's MPI library has to buffer.
             self._in_progress.append((self._comm.Issend(piece, self._peer, _BYTES), piece))
             moved = True
         return moved
 
     def _next_piece(self) -> memoryview:
-        """Take a part of a long view, or several short views together."""
+        """Return the next bytes to send as one message: a part of a long view, or several short
+        views joined."""
         first = self._views[0]
         if len(first) >= _PIECE_BYTES or len(self._views) == 1:
             piece = first[:_PIECE_BYTES]
@@ -192,9 +197,9 @@ class Outgoing:
 
 
 class Incoming:
-    """The bytes that one peer sends.
+    """The bytes that one peer sends to this rank.
 
-    Received pieces for which the sink has no free buffer are kept here, also until the next
+    Received messages for which the sink has no free buffer are kept here, even until the next
     exchange.
     """
 
@@ -209,7 +214,8 @@ class Incoming:
         self._room: deque[memoryview] = deque()
 
     def advance(self, sink: ReceiveSink) -> bool:
-        """Place received pieces and receive further ones; returns whether anything moved."""
+        """Copy received messages into the sink and start further receives; return whether
+        anything moved."""
         moved = False
         while self._in_progress and self._in_progress[0][0].Test():
             _, buffer, nbytes = self._in_progress.popleft()
@@ -228,7 +234,7 @@ class Incoming:
         return moved
 
     def _place(self, sink: ReceiveSink) -> bool:
-        """Copy received bytes into the sink's buffers; returns whether anything moved."""
+        """Copy received bytes into the sink's buffers; return whether any were copied."""
         moved = False
         while self._received and not sink.complete:
             if not self._room:
@@ -249,7 +255,7 @@ class Incoming:
         return moved
 
     def _take_buffer(self) -> Bytes | None:
-        """Take a free buffer; None if the allowed number is in use."""
+        """Take a free receive buffer; return None if all that are allowed are in use."""
         if self._free:
             return self._free.pop()
         if self._allocated == _PIECES_AHEAD:
@@ -258,15 +264,15 @@ class Incoming:
         return np.empty(_PIECE_BYTES, np.uint8)
 
     def release_buffers(self) -> None:
-        """Free the memory of unused buffers, at the end of an exchange."""
+        """Free the memory of unused receive buffers. Called at the end of an exchange."""
         self._allocated -= len(self._free)
         self._free.clear()
 
 
 _abandoned: list[Any] = []
-"""Requests that can neither be finished nor cancelled, and their buffers.
+"""MPI requests that can neither be completed nor cancelled, with their buffers.
 
-MPI may still write to the buffers, so they are kept until the process ends.
+MPI may still write to these buffers, so they are kept until the process ends.
 """
 
 
@@ -279,15 +285,18 @@ class MpiTransport:
         self.rank: int = communicator.rank
         self.world_size: int = communicator.size
         self.limits = limits
-        self.nodes: Sequence[str] = [""] * self.world_size  # The node of every rank
+        self.nodes: Sequence[str] = [""] * self.world_size  # Node of each rank
         self._incoming: dict[int, Incoming] = {}
         self._small_sends: list[tuple[Any, Any]] = []
-        self._here: dict[int, int] = {}  # Last collective in which each rank reported that it waits
-        # Last message of rank 0: a collective, and the ranks that are missing in it
+        # For each rank, the number of the last collective in which it reported that it waits
+        self._here: dict[int, int] = {}
+        # Last message of rank 0: the number of a collective, and the ranks that are missing in
+        # it
         self._missing_ranks: tuple[int, list[int]] = (0, [])
         self._calls = 0
         self._finished = 0
-        self._left: dict[int, int] = {}  # Last collective that ranks finished before they left
+        # For each rank that left, the number of the last collective that it finished before
+        self._left: dict[int, int] = {}
         self._closed = False
 
     # -- collectives -------------------------------------------------------------------------------
@@ -323,7 +332,8 @@ class MpiTransport:
     def _minimum(self, kind: str, values: list[int]) -> list[int]:
         """All-reduce up to :data:`_WORDS` numbers.
 
-        They follow a word that identifies the collective, whose minimum and maximum are compared.
+        The numbers are preceded by a word that identifies the collective. If the minimum and the
+        maximum of this word differ, the ranks have called different collectives.
         """
         name = f"{kind}, number {self._calls + 1}"
         word = zlib.crc32(name.encode())
@@ -347,8 +357,9 @@ class MpiTransport:
 
         Args:
             name: name for error messages.
-            start: starts the collective, and returns MPI's request.
-            buffers: buffers of the request, which are kept if it is abandoned.
+            start: function that starts the collective and returns MPI's request.
+            buffers: buffers of the request, which must be kept in memory if the request is
+                abandoned.
         """
         self._calls += 1
         if self._closed:
@@ -357,7 +368,8 @@ class MpiTransport:
             self._wait(start(), buffers)
             self._finished = self._calls
         except BaseException as error:
-            # After an error this rank is out of step, which the others must notice.
+            # After an error this rank no longer takes part in the same collectives as the
+            # others, so leave, which they notice.
             self.close()
             if isinstance(error, (OSError, EOFError, self._mpi.Exception)):
                 raise TransferError(f"a peer died, left or is silent ({name}): {error}") from error
@@ -398,7 +410,7 @@ class MpiTransport:
         """Move all bytes in both directions.
 
         Raises:
-            TimeoutError: nothing moved within the time-out.
+            TimeoutError: no byte has moved within the time-out.
             EOFError: a rank has left.
         """
         silence, intervals = PeerTimeout(self.limits.patience_secs), PollIntervals()
@@ -423,7 +435,8 @@ class MpiTransport:
             waits_for = sorted(sending.keys() | receiving.keys())
             self.limits.check_progress(silence, [self._name(peer) for peer in waits_for])
             if wake is not None:
-                # Only emptied, because every pass of this loop asks every sink for free buffers.
+                # Just empty the socket: every pass of this loop looks for free buffers in every
+                # sink anyway.
                 with suppress(BlockingIOError):
                     wake.recv(_MAX_WAKE_BYTES, socket.MSG_DONTWAIT)
             intervals.pause()
@@ -431,10 +444,10 @@ class MpiTransport:
     # -- waiting -----------------------------------------------------------------------------------
 
     def _wait(self, request: Any, buffers: Sequence[Any]) -> None:
-        """Test a collective's request until it is done.
+        """Test a collective's request repeatedly until it is complete.
 
         Raises:
-            TimeoutError: it is not done within the time-out.
+            TimeoutError: the collective has not completed within the time-out.
             EOFError: a rank has left.
         """
         silence = PeerTimeout(self.limits.patience_secs, shows=True)
@@ -450,7 +463,7 @@ class MpiTransport:
                         f"nothing was received from {names} for {self.limits.timeout_secs:.0f} s"
                     )
                 if silence.is_sign_due():
-                    # Rank 0 collects the signs of life, and replies to each.
+                    # Waiting ranks send signs of life to rank 0, which replies to each.
                     for peer in [0] if self.rank else self._waiting():
                         self._send_small(peer, _HERE, [self._calls])
                 if silence.is_report_due(missing):
@@ -465,7 +478,8 @@ class MpiTransport:
         """Check that no rank has left.
 
         Args:
-            call: number of a collective; ranks that left after they finished it are ignored.
+            call: number of a collective; ranks that left after they had finished it are ignored.
+                None to ignore no rank.
 
         Raises:
             EOFError: a rank has left.
@@ -475,7 +489,8 @@ class MpiTransport:
                 raise EOFError(f"{self._name(rank)} left")
 
     def _receive_small(self) -> None:
-        """Receive the messages about ranks that left, wait or are missing."""
+        """Receive all pending messages about ranks that have left, that wait or that are
+        missing."""
         status = self._mpi.Status()
         any_source = self._mpi.ANY_SOURCE
         for tag, calls in ((_LEFT, self._left), (_HERE, self._here)):
@@ -490,7 +505,7 @@ class MpiTransport:
             self._receive_into(status, words)
             number, *ranks = words.tolist()
             self._missing_ranks = number, ranks
-        # The words of a send must stay in memory until the send is done.
+        # The buffer of a send must stay in memory until the send is complete.
         self._small_sends = [
             (request, words) for request, words in self._small_sends if not request.Test()
         ]
@@ -503,10 +518,10 @@ class MpiTransport:
         self._small_sends.append((self._comm.Isend(data, peer, tag), data))
 
     def _missing(self) -> list[str]:
-        """The ranks that are not in this collective, as far as this rank knows.
+        """Return the ranks that have not joined this collective, as far as this rank knows.
 
-        Rank 0 gets a sign of life from every rank that waits for long, and sends these ranks the
-        list of missing ones. Before that, they only know whether rank 0 itself replies.
+        Every rank that has waited for long sends a sign of life to rank 0, which replies with
+        the list of missing ranks. Before that, a rank only knows whether rank 0 itself replies.
         """
         if not self.rank:
             others = range(1, self.world_size)
@@ -517,7 +532,7 @@ class MpiTransport:
         return [] if self._here.get(0) == self._calls else [self._name(0)]
 
     def _send_missing(self) -> None:
-        """On rank 0: send the list of missing ranks to the waiting ones."""
+        """Send the list of missing ranks to the waiting ranks. Called on rank 0."""
         if self.rank:
             return
         waiting = self._waiting()
@@ -526,7 +541,7 @@ class MpiTransport:
             self._send_small(rank, _MISSING, [self._calls, *missing])
 
     def _waiting(self) -> list[int]:
-        """The ranks that have reported that they wait in this collective."""
+        """Return the ranks that have reported that they wait in this collective."""
         return [rank for rank, call in self._here.items() if call == self._calls]
 
     def _name(self, rank: int) -> str:
@@ -555,10 +570,10 @@ def mpi_carrier(rank: int, world_size: int, node: str, timeout_secs: float) -> O
         rank: rank of this process, according to torch.
         world_size: number of ranks, according to torch.
         node: node of this rank.
-        timeout_secs: how long to wait for the other ranks.
+        timeout_secs: time to wait for the other ranks.
 
     Raises:
-        ConfigError: MPI cannot be used, or numbers the processes differently than torch.
+        ConfigError: MPI cannot be used, or MPI's rank numbers differ from torch's.
     """
     mpi = load_mpi()
     world = mpi.COMM_WORLD
@@ -569,7 +584,7 @@ def mpi_carrier(rank: int, world_size: int, node: str, timeout_secs: float) -> O
             f"{world_size} reft mpi-run SCRIPT, which numbers both alike, or write "
             '"transport": "sockets"'
         )
-    # Duplicates of a private duplicate, so that the script's own duplicates do not interfere.
+    # Duplicate a private duplicate, so that duplicates which the script makes do not interfere.
     duplicate = duplicator(duplicator(world)(timeout_secs, lambda: True))
 
     def open_transport(

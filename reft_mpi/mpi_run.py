@@ -1,11 +1,12 @@
-"""``reft mpi-run``: a training process of an MPI job; mpiexec, srun or jsrun starts one per rank.
+"""``reft mpi-run``: runs one training process of an MPI job. mpiexec, srun or jsrun starts one
+for each rank.
 
     mpiexec -n 16 reft mpi-run train.py ARGUMENTS
 
-There is no launcher and no rendezvous: ranks, nodes and torch's environment come from MPI. An MPI
-job dies as soon as any of its processes dies. The batch script then starts a new job step on the
-remaining nodes and the spares. Memory and daemons have stayed on the nodes, and the new job step
-continues from there.
+There is no launcher and no rendezvous: ranks, nodes and torch's environment come from MPI. An
+MPI job dies as soon as any of its processes dies. The batch script then starts a new job step on
+the remaining nodes and the spares. Memory and daemons stay on the nodes, and the new job step
+resumes from that memory.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ logger = logging.getLogger("reft.reft_mpi.mpi_run")
 
 DAEMON_LOG = "daemon.log"
 OMPI_LOCAL_RANK = "OMPI_COMM_WORLD_LOCAL_RANK"
-"""DeepSpeed refuses to start if it differs from LOCAL_RANK, as on a host with several nodes."""
+"""Open MPI's local rank. It is set to LOCAL_RANK, because DeepSpeed refuses to start if the two
+differ, as they do on a host with several nodes."""
 _MPI_VARIABLES = ("PMI", "OMPI_", "PRTE_", "MPIR_")
 _SECRET_PURPOSE = b"reft-mpi-secret"
 _WRONG_USE = 2
@@ -61,12 +63,13 @@ _LINGER_SECS = 3600.0
 
 
 class ProcessLocation(NamedTuple):
-    """The facts that a process shares with the others."""
+    """Facts about one process that it sends to all others."""
 
     node: str
     kernel: str
     pid: int
-    secret_code: bytes  # Equal for equal secrets, without revealing the secret
+    # Code derived from the secret: equal for equal secrets, without revealing them
+    secret_code: bytes
     job_id: str
 
 
@@ -84,7 +87,7 @@ class NodeRanks:
 
     @classmethod
     def find(cls, rank: int, nodes: Sequence[str]) -> NodeRanks:
-        """Derive them from the node of every rank."""
+        """Derive the fields from the node of every rank."""
         local = tuple(r for r, node in enumerate(nodes) if node == nodes[rank])
         leaders = tuple(r for r, node in enumerate(nodes) if node not in nodes[:r])
         return cls(rank, len(nodes), local, leaders)
@@ -94,8 +97,8 @@ class NodeRanks:
         return self.local[0] == self.rank
 
     def environ(self, port: int) -> dict[str, str]:
-        """Return torch's environment variables; ``port`` is that of the trainers' store on this
-        node.
+        """Return the environment variables that torch needs; ``port`` is the port of the
+        trainers' store on this node.
         """
         local_rank = self.local.index(self.rank)
         node_rank = self.leaders.index(self.local[0])
@@ -109,11 +112,11 @@ class NodeRanks:
 
 
 def check_consistent(locations: Sequence[ProcessLocation]) -> None:
-    """Check that the processes belong to one job. Pure.
+    """Check that all processes belong to the same job. Pure.
 
     Raises:
         AuthenticationError: the processes have different secrets.
-        ConfigError: they name the job differently, or two hosts have the same node id.
+        ConfigError: the processes name the job differently, or two hosts have the same node id.
     """
     if len({location.secret_code for location in locations}) > 1:
         raise AuthenticationError(
@@ -136,7 +139,7 @@ def check_consistent(locations: Sequence[ProcessLocation]) -> None:
 
 
 class MpiStep:
-    """This process's part in a step, from start to end. All methods are collective.
+    """This process's part in an MPI job step, from start to end. All methods are collective.
 
     Raises:
         ReftError, OSError: an error in this or another process.
@@ -177,12 +180,14 @@ class MpiStep:
         if OMPI_LOCAL_RANK in os.environ:
             variables[OMPI_LOCAL_RANK] = variables["LOCAL_RANK"]
         os.environ.update(variables)
-        # The leader holds the memory's lock for this node's trainers.
+        # The leader (first rank of the node) holds the memory's lock for all trainers of the
+        # node.
         declared = bool(self._options.node_id)
         os.environ.update(self._memory.environ(self._secret, self._leader_pid, declared=declared))
 
     def _run_on_all(self, act: Callable[[], bytes]) -> list[bytes]:
-        """Run ``act`` in all processes and return all results; if one fails, all raise."""
+        """Run ``act`` in all processes and return their results; if it fails in one, raise in
+        all."""
         own_error: Exception | None = None
         result = b""
         try:
@@ -190,7 +195,7 @@ class MpiStep:
         except (ReftError, OSError) as error:
             own_error = error
         report = [own_error is None, str(own_error or ""), result]
-        # Gathered after an error as well, because the other processes wait for the report.
+        # Gather even after an error, because the other processes wait for this report.
         packed = self._transport.gather(bytes(msgpack.packb(report)))
         if own_error is not None:
             raise own_error
@@ -208,7 +213,8 @@ class MpiStep:
         return b""
 
     def _serve_store(self) -> bytes:
-        """On rank 0: serve the trainers' store; returns the endpoint for other nodes."""
+        """Serve the trainers' store, and return its endpoint for the other nodes. Only rank 0
+        does this."""
         if self._ranks.rank:
             return b""
         self._store = TrainerStore.serve()
@@ -219,19 +225,19 @@ class MpiStep:
         return format_endpoint(host, self._store.admit_relays(listener, self._secret)).encode()
 
     def _relay_store(self, endpoint: str) -> bytes:
-        """On the leaders of the other nodes: relay the store to the node's trainers."""
+        """Relay the store to this node's trainers. Only the leaders of the other nodes do this."""
         if self._ranks.leads and self._ranks.rank:
             self._store = TrainerStore.relay(endpoint, self._secret)
         return b""
 
     def end(self, code: int) -> int:
-        """Wait for the other processes; if all ended well, remove the memory.
+        """Wait for the other processes; if all have succeeded, remove the job's memory.
 
         Args:
             code: exit code of this process's script.
 
         Returns:
-            The first nonzero exit code; 0 if there is none.
+            The first nonzero exit code of any process; 0 if there is none.
 
         Raises:
             TransferError: not all processes arrived in time.
@@ -246,7 +252,7 @@ class MpiStep:
             self._memory.remove()
         elif self._ranks.leads and worst:
             self._memory.discard_unused()
-        # A barrier: no process may end the job before the memory is removed everywhere.
+        # This gather is a barrier: no process may end before the memory is removed on all nodes.
         self._transport.gather(b"")
         if self._store is not None:
             self._store.close()
@@ -256,13 +262,13 @@ class MpiStep:
 def keep_daemon(job_dir: JobDir, linger_secs: float) -> None:
     """Make sure that a daemon runs on this node that outlives the step.
 
-    A new daemon has its own session and streams, and its parent has exited. So the end of the step
-    does not end it (Slurm's ``proctrack/linuxproc`` kills descendants), and mpiexec does not wait
-    for it.
+    A new daemon has its own session and standard streams, and its parent has exited. So the
+    daemon is not killed with the job step (Slurm's ``proctrack/linuxproc`` kills descendants),
+    and mpiexec does not wait for the daemon.
 
     Args:
         job_dir: the job's memory on this node.
-        linger_secs: how long the daemon waits for the next step.
+        linger_secs: time for which the daemon waits for the next job step.
     """
     try:
         request(job_dir.path, job_dir.secret, "ping", timeout_secs=_PING_SECS)
@@ -271,7 +277,7 @@ def keep_daemon(job_dir: JobDir, linger_secs: float) -> None:
         pass
     linger = ["--linger-secs", str(linger_secs)]
     command = [sys.executable, "-P", "-m", "reft.node.daemon", str(job_dir.path), *linger]
-    # The daemon is not a rank; with MPI's variables, its libraries would treat it as one.
+    # Remove MPI's variables: with them, libraries would treat the daemon as a rank.
     environ = {k: v for k, v in os.environ.items() if not k.startswith(_MPI_VARIABLES)}
     with open(job_dir.path / DAEMON_LOG, "ab") as output:
         try:
@@ -294,7 +300,7 @@ def keep_daemon(job_dir: JobDir, linger_secs: float) -> None:
 def end_daemon(job_dir: JobDir) -> None:
     """End the node's daemon, and wait until it has ended.
 
-    The directory is removed next, and a daemon that still runs would create it again.
+    The caller then removes the job's directory, which a running daemon would create again.
     """
     with suppress(OSError, EOFError, ReftError, psutil.Error):
         pid = int(request(job_dir.path, job_dir.secret, "ping", timeout_secs=_PING_SECS))
@@ -303,12 +309,13 @@ def end_daemon(job_dir: JobDir) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Command line of ``reft mpi-run``: run the script as one process of this step.
+    """Run the script as one process of this job step: the command ``reft mpi-run``.
 
-    A process that fails ends the whole MPI job and does not return, because the others would wait.
+    If the script fails, this ends the whole MPI job and does not return, because the other
+    processes would wait forever.
 
     Returns:
-        The exit code: 0, that of the script, or 2 for wrong usage.
+        The exit code: 0, the script's exit code, or 2 for wrong usage.
     """
     options = make_parser().parse_args(list(argv))
     set_place("", "mpi-run")
@@ -338,8 +345,8 @@ def main(argv: Sequence[str]) -> int:
             "and the job's memory stays. Remove that call"
         )
         return code
-    # Sessions take the last version when they close. After the removal of the memory they would
-    # create it again, so they close first.
+    # Close the sessions before the memory is removed: a session takes its last version when it
+    # closes, which would create the memory again.
     if (hook := sys.modules.get("reft.engine.attach")) is not None:
         hook.close_sessions()
     try:
@@ -352,10 +359,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run_script(options: argparse.Namespace) -> tuple[bool, int]:
-    """Run the script; returns whether the script chose its exit code, and the code."""
+    """Run the script; return whether the script has chosen the exit code itself, and the code."""
     words = [*(["-m"] if options.module else []), options.script, *options.arguments]
     if not sys.flags.safe_path:
-        del sys.path[0]  # The entry of this command; the script gets its own
+        del sys.path[0]  # Remove this command's entry; the script gets its own
     try:
         code = script.run(words)
     except SystemExit as stop:
@@ -369,10 +376,10 @@ def _abort(world: Any, code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()
-    # MPICH's mpiexec drops output that it has not read yet, such as the traceback.
+    # Wait, because MPICH's mpiexec drops output that it has not read yet, such as the traceback.
     time.sleep(_LAST_WORDS_SECS)
     world.Abort(code)
-    # By the standard, Abort() does not return; this process ends even if a library lets it return.
+    # By the standard Abort() does not return; end this process even if a library's Abort() does.
     os._exit(code)
 
 

@@ -54,6 +54,7 @@ HOST_PART_OF_A_JOB = (
 OFFLOADED = ("tests/device/test_offload.py",)
 LOCAL = ("tests/recover/test_local.py",)
 BOUNDARY = ("tests/engine/test_boundary.py",)
+UNCHANGED = ("tests/snapshot/test_unchanged.py",)
 
 MUTATIONS = {
     "p2-peers-seal-what-its-owner-gives-up": Mutation(
@@ -61,6 +62,24 @@ MUTATIONS = {
         "if refused and failure is None:",
         "if False:",
         ("tests/snapshot/test_worker.py",),
+    ),
+    "p2-a-block-that-changed-is-not-copied-again": Mutation(
+        "snapshot/copier.py",
+        "elif writer.checksums.get(first.placed, held) != held:",
+        "elif False:",
+        UNCHANGED,
+    ),
+    "p2-a-peer-keeps-a-block-that-changed": Mutation(
+        "snapshot/arenas.py",
+        "if self.held.get(placed) == expected:",
+        "if placed in self.held:",
+        UNCHANGED,
+    ),
+    "p2-a-block-that-was-overwritten-counts-as-unchanged": Mutation(
+        "snapshot/arenas.py",
+        "            writer.held.pop(placed, None)\n",
+        "            pass\n",
+        UNCHANGED,
     ),
     "p2-no-fence-before-the-optimizer": Mutation(
         WORKER,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import ceil
 from random import Random
 from statistics import fmean
 from typing import Any
@@ -139,7 +140,8 @@ def simulate_scale(ranks: Sequence[int] = (256, 1024, 4096, 16_384)) -> list[dic
 
     Nodes are lost at the published rate of Llama 3's training. Every way restarts in the same time;
     they differ in what is lost and in what saving costs. DeepSpeed writes the whole state while
-    training waits, with the best interval of a search; reft's cost of a step is that of ``has``.
+    training waits, with the best interval of a search. An ideal asynchronous checkpoint costs no
+    time, and is written as often as storage takes it. reft's cost of a step is that of ``has``.
 
     Args:
         ranks: numbers of devices, multiples of 32 (TP8 PP4).
@@ -163,6 +165,7 @@ def simulate_scale(ranks: Sequence[int] = (256, 1024, 4096, 16_384)) -> list[dic
             ways = {
                 "reft": Recovery(reft_step_secs, 1, 0.0, restart),
                 "none": Recovery(step_secs, 0, 0.0, restart),
+                "ideal_async": Recovery(step_secs, ceil(save_secs / step_secs), 0.0, restart),
                 **{
                     f"deepspeed-{interval}": Recovery(step_secs, interval, save_secs, restart)
                     for interval in sorted({round(10 ** (power / 8)) for power in range(41)})
@@ -187,6 +190,7 @@ def simulate_scale(ranks: Sequence[int] = (256, 1024, 4096, 16_384)) -> list[dic
                     "best_deepspeed": best,
                     "reft": shares["reft"],
                     "deepspeed": shares[best],
+                    "ideal_async": shares["ideal_async"],
                     "none": shares["none"],
                 }
             )

@@ -1,18 +1,19 @@
 """``reft.attach_megatron``: protects a training loop on Megatron-core.
 
-These methods are wrapped, on the instances and never on the classes:
+These methods are wrapped on the instances, never on the classes:
 
-- ``zero_grad_buffer`` of the model chunks, which begins every step. A version is taken there, and
-  restored random states are set there.
-- ``optimizer.step``: the fence (P2). Once a step has shown that the innermost optimizer's hooks run
-  first, the fence is there, after the gradient norm.
+- ``zero_grad_buffer`` of the model chunks, the first call of every step. The version is taken
+  there, and restored random states are set there.
+- ``optimizer.step``: training waits here until copies of its tensors have ended (the fence, P2).
+  Once a step has shown that the innermost optimizer's hooks run before that optimizer writes,
+  the fence moves into these hooks, where the gradient norm is already computed.
 
 In a pipeline, copies run while a stage waits for a neighbour. Megatron's schedules (1F1B and
-interleaved) are functions that make a ``P2PCommunicator`` for every step, and call ``forward_step``
-and ``backward_step`` by their names in their module. These names are replaced by objects that do
-the same and notify reft before and after. Nothing is reordered, and without a woven training the
-objects add nothing. If a receive is only started (``overlap_p2p_comm``), its window is the wait for
-its end.
+interleaved) are functions that create a ``P2PCommunicator`` for every step, and look up
+``forward_step`` and ``backward_step`` in their module. These three names are replaced in the
+module by objects that do the same and notify reft before and after. Nothing is reordered, and
+for a training that reft does not protect the objects do nothing more. If a receive is only
+started (``overlap_p2p_comm``), the window is the later wait for its end.
 """
 
 from __future__ import annotations
@@ -52,12 +53,12 @@ _LINES = """
 
 
 class ResumeState(NamedTuple):
-    """Where a job continues.
+    """The state from which a job continues.
 
     Attributes:
         iteration: number of completed steps.
-        client_state: the result of ``client_state`` after the last of them; empty if the script
-            loaded the state.
+        client_state: the mapping that the function ``client_state`` returned after the last of
+            these steps; empty if the script loaded the state itself.
     """
 
     iteration: int
@@ -84,11 +85,13 @@ def attach_megatron(
         optimizer: the result of ``get_megatron_optimizer``.
         scheduler: ``OptimizerParamScheduler``, or another one with ``state_dict`` and
             ``load_state_dict``.
-        client_state: called at every snapshot; returns what ``load`` gives back, such as consumed
-            samples. Values may be anything ``reft.state.codec`` encodes.
+        client_state: function that is called for every version; ``load`` returns its mapping
+            after a restart. It holds, for example, the number of consumed samples. Values are
+            anything that ``reft.state.codec`` encodes.
         config: the ``reft`` block; ``"enabled"`` is not needed.
-        micro_batches: micro-batches of one step; by default those of Megatron's calculator.
-        state: objects of the script that are restored, too: see :func:`reft.attach`.
+        micro_batches: number of micro-batches in a step; by default that of Megatron's
+            calculator.
+        state: further objects of the script to restore, as in :func:`reft.attach`.
 
     Raises:
         ConfigError: the block is invalid or asks for something that is not available with
@@ -121,11 +124,12 @@ class MegatronProtection:
     """A protected training loop. Made by ``reft.attach_megatron``.
 
     Attributes:
-        session: the session of reft.
-        progress: the progress page of this trainer.
-        memory: restores from the job's memory.
-        half_written: whether a version turned out corrupt while it was restored, so that all of the
-            state has to be loaded.
+        session: the session, which takes the versions.
+        progress: the progress page of this trainer, a shared-memory page that the node's daemon
+            reads.
+        memory: restores the session from the job's memory.
+        half_written: whether a version was found corrupt when it was partly restored, so that
+            the complete state has to be loaded from elsewhere.
     """
 
     def __init__(self, engine: MegatronEngine, session: Session) -> None:
@@ -151,15 +155,16 @@ class MegatronProtection:
         """Restore the newest version in the job's memory. Collective, before the first step.
 
         Args:
-            otherwise: called on all ranks if memory has no version, or the version turned out
-                corrupt while it was restored. It loads all of the state that the script has on disk
-                and returns the number of completed steps; None if there is nothing on disk.
+            otherwise: function of the script that is called on all ranks if memory has no
+                version, or its version was found corrupt during the restore. It loads the
+                complete state from the script's checkpoint on disk and returns the number of
+                completed steps; None if there is no checkpoint.
 
         Returns:
-            Where the job continues; None if it starts from scratch.
+            The state from which the job continues; None if it starts from scratch.
 
         Raises:
-            UnrecoverableError: the job made progress, but nothing of it is left.
+            UnrecoverableError: the job made progress, but no state of it is left.
             ConfigError: load was called before, or training has begun.
         """
         if self.session.started:
@@ -192,12 +197,14 @@ class MegatronProtection:
         return ResumeState(steps, {})
 
     def end_step(self) -> None:
-        """Take the version of a completed step: its scheduler has stepped, its samples are counted.
+        """Take the version of a completed step, after the scheduler has stepped and the samples
+        are counted.
 
-        It is called where the next step begins. Call it yourself on all ranks after the last step.
+        Called automatically when the next step begins. After the last step, the script has to
+        call it on all ranks.
 
         Raises:
-            SystemExit: the job was stopped.
+            SystemExit: the job stops here on request.
         """
         if not self._stepped:
             return
@@ -216,7 +223,8 @@ class MegatronProtection:
                 )
 
     def begin_step(self) -> None:
-        """Begin a step. Called in ``zero_grad_buffer``; only the first call of a step acts."""
+        """Begin a step. Called in ``zero_grad_buffer``; further calls in the same step do
+        nothing."""
         if self._begun:
             return
         self._begun = True
@@ -231,18 +239,19 @@ class MegatronProtection:
             self._weaver.begin_step()
 
     def close(self) -> None:
-        """Finish pending work and release all resources; the memory stays."""
+        """Finish pending work and release all resources. The job's memory stays."""
         self.session.close()
 
     # -- called by Megatron ------------------------------------------------------------------------
 
     def _beginning(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Wrap ``zero_grad_buffer`` of a model chunk."""
+        """Begin a step, then call the original ``zero_grad_buffer`` of a model chunk."""
         self.begin_step()
         return original(*args, **kwargs)
 
     def _stepping(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Wrap ``step`` of the optimizer."""
+        """Call the optimizer's original ``step``, and let training wait for copies before it
+        writes."""
         if not self._begun:
             raise ConfigError(
                 "optimizer.step() was called, but zero_grad_buffer() of the model chunks was not "
@@ -283,7 +292,8 @@ class MegatronProtection:
         return steps
 
     def _start_at_first_step(self) -> None:
-        """Start although the script has not called load(), after warning what that means (P12)."""
+        """Start the session in a script that has not called load(), and warn of the consequences
+        (P12)."""
         did = "the script trains without calling load() of what reft.attach_megatron returned"
         _, plan = self.memory.survey()
         if isinstance(plan, RecoveryPlan):
@@ -296,7 +306,7 @@ class MegatronProtection:
 
 
 def _micro_batches() -> int:
-    """Micro-batches of one step, from Megatron's calculator."""
+    """Return the number of micro-batches in a step, from Megatron's calculator."""
     from megatron.core import num_microbatches_calculator as calculator
 
     if calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR is None:
@@ -309,13 +319,15 @@ def _micro_batches() -> int:
 # -- windows in a pipeline -------------------------------------------------------------------------
 
 _running: list[MegatronWeaver] = []
-"""The weaver of the current step; a process trains one model at a time."""
+"""Contains the weaver of the current step, if there is one. A process trains one model at a
+time."""
 
 
 class MegatronWeaver:
-    """Opens the windows of one training. The device's time line is not marked.
+    """Opens the windows (idle intervals) of one training. It sets no marks on the device's
+    clock.
 
-    Whether every instruction is timed is decided before every step.
+    Before every step it decides whether to time every instruction.
     """
 
     def __init__(self, pacer: Pacer, tracer: Tracer) -> None:
@@ -330,7 +342,7 @@ class MegatronWeaver:
     # -- the step ----------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Prepare for the forward and backward passes, and the optimizer step."""
+        """Prepare for the forward and backward passes and the optimizer step."""
         self._names = []
         for stamps in self._computing.values():
             stamps.clear()
@@ -345,7 +357,7 @@ class MegatronWeaver:
         _running.clear()
 
     def end_step(self) -> None:
-        """Report the instructions of the step. Called where the next one begins."""
+        """Report the instructions of the step that has ended. Called when the next step begins."""
         if self._step_began:
             forwards, backwards = (
                 tuple(self._computing[n]) for n in ("ForwardPass", "BackwardPass")
@@ -357,7 +369,8 @@ class MegatronWeaver:
 
     @contextmanager
     def executing(self, name: str) -> Iterator[None]:
-        """Surround an instruction: a computation, or a wait for a neighbour, which is a window."""
+        """Time the instruction in the ``with`` block: a computation, or a wait for a neighbour,
+        during which a window is open."""
         position, stamps = len(self._names), self._computing.get(name)
         self._names.append(name)
         if stamps is None:
@@ -379,12 +392,13 @@ class MegatronWeaver:
 
 
 def _executing(name: str) -> AbstractContextManager[None]:
-    """Surround an instruction of the current step, if any training is woven."""
+    """Time the instruction in the ``with`` block if reft protects the training of the current
+    step."""
     return _running[0].executing(name) if _running else nullcontext()
 
 
 class _Awaited:
-    """A started transfer; waiting for its end is a window."""
+    """A transfer that was started; while its end is awaited, a window is open."""
 
     def __init__(self, work: Any, name: str) -> None:
         self._work = work
@@ -404,12 +418,12 @@ _NAMES = {
     "send_next": "SendActivation",
     "send_prev": "SendGrad",
 }
-"""Names of DeepSpeed's instructions, by the communicator's transfer. If a call receives and sends,
-the receive determines the name."""
+"""Names of the corresponding DeepSpeed instructions, by the communicator's transfer. A call that
+both receives and sends gets the name of the receive."""
 
 
 def _find_name(arguments: dict[str, Any]) -> str | None:
-    """Return the name of the transfer; None if nothing is sent or received."""
+    """Return the instruction name of a call's transfer; None if nothing is sent or received."""
     for key, name in _NAMES.items():
         if key.startswith("recv") and arguments.get(key):
             return name
@@ -419,7 +433,7 @@ def _find_name(arguments: dict[str, Any]) -> str | None:
 
 
 def _weave_schedules() -> None:
-    """Replace the names in the module of Megatron's schedules, once per process."""
+    """Replace the functions in the module of Megatron's schedules, once per process."""
     from megatron.core.pipeline_parallel import schedules
 
     names = vars(schedules)
@@ -428,7 +442,7 @@ def _weave_schedules() -> None:
         return
 
     class WovenP2PCommunicator(communicator):  # type: ignore[misc, valid-type]
-        """Megatron's communicator, with windows."""
+        """Megatron's communicator, which opens windows while it waits."""
 
         _reft_woven = True
 

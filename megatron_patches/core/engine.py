@@ -1,9 +1,10 @@
-"""Adapts a training under Megatron-core to a session: images and host values of its state.
+"""Adapts a training with Megatron-core to the interface that a session uses.
 
-A version holds the state that the optimizers step: fp32 masters and moments. After a restore the
-weights of the model are made from it, as after a step. The buffers of ``DistributedDataParallel``
-are never read: with ``overlap_param_gather`` their weights are old until the next forward pass
-gathers them, and gradients are undefined between two steps.
+A version holds the state that the optimizers update: fp32 master weights and moments. After a
+restore the model's weights are made from the masters, as after a step. The buffers of
+``DistributedDataParallel`` are never read: with ``overlap_param_gather`` the weights in them are
+outdated until the next forward pass gathers them, and the gradients in them are undefined
+between two steps.
 
 ======================================  =====================================  ==========
 optimizer                               steps                                  section
@@ -14,8 +15,9 @@ optimizer                               steps                                  s
 any of them, for experts                the rank's own experts                 owned
 ======================================  =====================================  ==========
 
-Experts are owned because they differ within a data-parallel group. Frozen parameters, which no
-optimizer steps, are replicated, and those of experts owned.
+Experts are in the owned section because they differ within a data-parallel group. Frozen
+parameters, which no optimizer updates, are in the replicated section, except those of experts,
+which are owned.
 """
 
 from __future__ import annotations
@@ -57,7 +59,8 @@ _SCALERS = tuple(
 _RELEASES = ("0.16", "0.19")  # Releases whose classes were examined and tested
 PROGRAM_RELEASES = ("0.16",)  # Releases of Megatron-LM whose training loop was examined and tested
 
-Refused = tuple[bool, str, str]  # Whether it is refused, what was found, and what to change
+# A check of one setting: whether it is refused, what was found, and what to change
+Refused = tuple[bool, str, str]
 
 
 def refuse(found: str, change: str) -> UnsupportedStateError:
@@ -70,9 +73,10 @@ def refuse(found: str, change: str) -> UnsupportedStateError:
 
 
 def check_release(releases: Sequence[str] = _RELEASES) -> None:
-    """Raise ConfigError if Megatron-core is missing, or of a release that was never tested."""
+    """Raise ConfigError if Megatron-core is missing, or its release was never tested with reft."""
     try:
-        # The imported version counts: a checkout of Megatron-LM brings its own.
+        # Ask the imported module for its version: a checkout of Megatron-LM contains its own
+        # Megatron-core.
         from megatron.core import __version__ as found
     except ImportError as error:
         raise ConfigError(
@@ -86,9 +90,7 @@ def check_release(releases: Sequence[str] = _RELEASES) -> None:
 
 
 def parts_of(optimizer: Any) -> Iterator[Any]:
-    """Yield the optimizers of which an optimizer consists, without those that are unused on this
-    rank.
-    """
+    """Yield the optimizers in a chain, without those that are unused on this rank."""
     path = class_path(optimizer)
     if path == CHAINED:
         for one in optimizer.chained_optimizers:
@@ -103,7 +105,7 @@ def check(chunks: Sequence[Any], optimizer: Any) -> None:
     """Refuse a model or an optimizer with state that reft does not restore.
 
     Raises:
-        UnsupportedStateError: names the state, and what to change.
+        UnsupportedStateError: the message names the state, and what to change.
     """
     for is_so, found, change in _facts(chunks, optimizer):
         if is_so:
@@ -120,8 +122,8 @@ def _facts(chunks: Sequence[Any], optimizer: Any) -> Iterator[Refused]:
         path, inner = class_path(part), part.optimizer
         yield from _settings(part.config, _OF_OPTIMIZER, path)
         if class_path(inner) in _FUSED:
-            # With fp32 moments, and masters that Megatron keeps, its state is that of torch's Adam,
-            # and the step is counted in its groups.
+            # If the moments are fp32 and Megatron keeps the masters, this optimizer has the same
+            # state as torch's Adam, with the step count in its parameter groups.
             yield from _settings(inner, _OF_FUSED_ADAM, class_path(inner))
             check_apex(inner)
         else:
@@ -134,7 +136,7 @@ def _facts(chunks: Sequence[Any], optimizer: Any) -> Iterator[Refused]:
 
 
 def _settings(of: Any, refused: Mapping[str, tuple[str, str]], path: str = "") -> Iterator[Refused]:
-    """Check the settings of a Megatron object that change what its state is."""
+    """Check those settings of a Megatron object that change which state it has."""
     for name, (found, change) in refused.items():
         value = vars(of).get(name)
         plain = False if isinstance(value, bool) else 1 if isinstance(value, int) else "none"
@@ -147,7 +149,8 @@ _OF_MODEL = {
     "fp8": ("FP8 ({})", _HALF),
     "fp4": ("FP4 ({})", _HALF),
     "context_parallel_size": ("context parallel groups of {}", ""),
-    "gtp_weight_remat_size": ("weights in {} shards", ""),  # Since 0.19, like the next one
+    # This setting and the next exist since 0.19
+    "gtp_weight_remat_size": ("weights in {} shards", ""),
     "expert_gtp_weight_remat_size": ("weights in {} shards", ""),
     "cuda_graph_impl": ("CUDA graphs ({})", ""),
 }
@@ -169,12 +172,12 @@ _OF_FUSED_ADAM = {
     "exp_avg_dtype": ("with moments in {}", _FP32),
     "exp_avg_sq_dtype": ("with moments in {}", _FP32),
 }
-"""Settings that are refused: a description, and what to change; the default is to leave the setting
-out."""
+"""Settings that are refused, each with a description and what to change; "" stands for leaving
+the setting out."""
 
 
 def check_scheduler(scheduler: Any) -> None:
-    """Refuse a scheduler without a state that can be restored."""
+    """Refuse a scheduler whose state cannot be saved and restored."""
     if scheduler is not None and not all(
         callable(getattr(scheduler, name, None)) for name in ("state_dict", "load_state_dict")
     ):
@@ -191,12 +194,12 @@ _TRACKERS = ("_growth_tracker", "_hysteresis_tracker")
 
 @dataclass(frozen=True)
 class ChainedOptimizer:
-    """One optimizer of a chain.
+    """One optimizer in Megatron's chain of optimizers.
 
     Attributes:
         wrapper: Megatron's optimizer.
-        state: state of the torch optimizer in it.
-        owned: whether only this rank holds its state.
+        state: state of the torch optimizer that the wrapper contains.
+        owned: whether the optimizer's state is held by this rank only.
     """
 
     wrapper: Any
@@ -208,7 +211,8 @@ class ChainedOptimizer:
         return [class_path(self.wrapper), class_path(self.wrapper.optimizer)]
 
     def stepped(self) -> Iterator[torch.Tensor]:
-        """Yield the model parameters that are determined by this optimizer's state on all ranks."""
+        """Yield the model parameters whose values follow from this optimizer's state, taken over
+        all ranks."""
         if class_path(self.wrapper) == DISTRIBUTED:
             for buffer in self.wrapper.buffers:
                 yield from buffer.params
@@ -231,7 +235,7 @@ class MegatronAdapter:
         optimizer: the optimizer.
 
     Raises:
-        UnsupportedStateError: reft does not know their state.
+        UnsupportedStateError: the chunks or the optimizer have state that reft does not know.
     """
 
     steps_exactly = False
@@ -251,7 +255,8 @@ class MegatronAdapter:
         for number, chunk in enumerate(self._chunks):
             for name, p in chunk.named_parameters():
                 if id(p) not in stepped:
-                    # Megatron marks experts in this way: data-parallel peers hold other experts.
+                    # Megatron marks parameters of experts in this way, since data-parallel peers
+                    # hold different experts.
                     is_expert = not getattr(p, "allreduce", True)
                     self._frozen[is_expert].append((f"chunk{number}.{name}", p))
 
@@ -275,7 +280,8 @@ class MegatronAdapter:
         return frozen, *(part.state.pointers() for part in self.parts)
 
     def host_state(self) -> dict[str, Any]:
-        """Return the encodable state outside of the images. Taken at a step boundary."""
+        """Return the state that is not in the images, as encodable values. Called at a step
+        boundary."""
         return {
             "classes": [part.classes for part in self.parts],
             "param_groups": [part.state.param_groups() for part in self.parts],
@@ -286,7 +292,8 @@ class MegatronAdapter:
         }
 
     def loss_scales(self) -> dict[str, torch.Tensor]:
-        """Loss scales by name: copies, or live tensors where a copy would wait for a device."""
+        """Return the loss scales by name, as copies, or as live tensors where a copy would wait
+        for a device."""
         scales = {f"loss_scale.{n}": _scaler(part.wrapper) for n, part in enumerate(self.parts)}
         live = {
             name: scaler.scale.detach() for name, scaler in scales.items() if scaler is not None
@@ -304,7 +311,7 @@ class MegatronAdapter:
                 f"the snapshot was taken with the optimizers {host_state['classes']}, the running "
                 f"job has {found}; use the configuration that took the snapshot"
             )
-        # Gathers that still write into the weights must end before the restore writes them.
+        # Wait for gathers that still write into the weights, before the restore writes them.
         for chunk in self._chunks:
             for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
                 if group.param_gather_handle is not None:
@@ -321,7 +328,8 @@ class MegatronAdapter:
         return images
 
     def finish(self, host_state: dict[str, Any], loss_scales: dict[str, torch.Tensor]) -> None:
-        """Restore hyper-parameters, counters, loss scales and weights, after the bytes.
+        """Restore hyper-parameters, counters, loss scales and weights, after the images' bytes
+        were restored.
 
         Collective in every data-parallel group.
         """
@@ -338,7 +346,8 @@ class MegatronAdapter:
 
     @torch.no_grad()
     def _make_weights(self) -> None:
-        """Make the model's weights from the optimizers' state as after a step; gather at once."""
+        """Make the model's weights from the optimizers' state, as after a step, and gather them
+        at once."""
         gather: list[Any] = []
         for part in self.parts:
             wrapper = part.wrapper
@@ -390,7 +399,8 @@ class MegatronEngine:
     def place(self) -> tuple[Coordinate, Degrees]:
         """Return the coordinate of this rank and the degrees of the job.
 
-        Experts are spread over data-parallel ranks and do not matter here.
+        Expert parallelism divides the data-parallel ranks further, which does not change the
+        coordinate.
 
         Raises:
             LayoutError: the groups do not span the job.
@@ -460,10 +470,12 @@ class MegatronEngine:
         if self.scheduler is None:
             return
         if "num_steps" in vars(self.scheduler):
-            # OptimizerParamScheduler adds the loaded steps to the counted ones.
+            # OptimizerParamScheduler adds the loaded number of steps to its current one, so set
+            # that to 0.
             self.scheduler.num_steps = 0
         self.scheduler.load_state_dict(saved)
 
     def template(self, images: tuple[SectionImage, SectionImage], state: dict[str, Any]) -> bytes:
-        """Empty: Megatron-core has no single checkpoint format that memory could be written to."""
+        """Return an empty template: Megatron-core has no single checkpoint format in which a
+        version could be written."""
         return b""

@@ -1,7 +1,8 @@
 """Protects NVIDIA's Megatron-LM (``pretrain_gpt.py`` and similar programs) without changing it.
 
-``megatron.training`` calls its own functions by their names in its modules. The functions that set
-up a training, and that begin and end an iteration, are wrapped when the module is imported:
+``megatron.training`` looks up its own functions by name in its modules, so they can be wrapped
+when a module is imported. The functions that set up a training, and that begin and end an
+iteration, are wrapped:
 
 ==============================  ====================================================================
 function                        what the wrapper does
@@ -15,7 +16,8 @@ function                        what the wrapper does
 ``checkpoint_and_decide_exit``  takes the version: the iteration is evaluated, counted and saved
 ==============================  ====================================================================
 
-The program handles its data: its loaders begin after the samples that it has consumed.
+The program restores the position in its data itself: its loaders begin after the samples that it
+has consumed.
 """
 
 from __future__ import annotations
@@ -53,17 +55,18 @@ _PLACES = {
         "checkpoint_and_decide_exit",
     ),
 }
-"""Functions to wrap in each module."""
+"""Names of the functions to wrap, by module."""
 _PHASES = {
     "evaluate_and_print_results": Phase.EVALUATION,
     "save_checkpoint": Phase.SAVING,
     "save_checkpoint_and_time": Phase.SAVING,
 }
-"""Functions of ``megatron.training.training`` that have separate limits for hang detection."""
+"""Functions of ``megatron.training.training`` that get limits of their own for hang detection."""
 _COUNTED = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
-"""Counters in the program's arguments that its checkpoints hold."""
+"""Counters in the program's parsed arguments that the program's checkpoints contain."""
 _ITERATION, _OPERATIONS = "iteration", "num_floating_point_operations_so_far"
-# Sums from which the printed means are computed; all but the counts are tensors
+# Name of the dict of sums from which the program computes the means that it prints; all but the
+# counts are tensors
 _SUMS = "total_loss_dict"
 _REFUSED = {
     "inprocess_restart": "it keeps trainers alive that reft restarts; leave it out",
@@ -73,10 +76,11 @@ _REFUSED = {
         "--exit-interval 1, then train with --load DIR and without it"
     ),
 }
-"""Options with which a restart would differ from the undisturbed run, each with the reason."""
+"""Options with which a resumed run would differ from an uninterrupted one, each with the reason."""
 Function = Callable[..., Any]
 
-programs: list[TrainingProgram] = []  # The program of this process, from the first import on
+# The program of this process, once a module of Megatron-LM was imported
+programs: list[TrainingProgram] = []
 
 
 def keep_state(state: Mapping[str, Any]) -> None:
@@ -102,7 +106,7 @@ def install(module: ModuleType) -> None:
     Does nothing if the block says ``"enabled": false``.
 
     Raises:
-        ConfigError: the block is invalid, or reft does not know this form of the module.
+        ConfigError: the block is invalid, or a function to wrap does not have the expected form.
     """
     if not programs:
         log.install()
@@ -195,7 +199,8 @@ class TrainingProgram:
 
     def train_step(self, original: Function, *args: Any, **kwargs: Any) -> Any:
         if self._protection is not None:
-            # Before the program saves the random states, with which it may repeat a step.
+            # Do this before the program saves the random states, from which it may repeat a
+            # step.
             self._protection.begin_step()
         return original(*args, **kwargs)
 
@@ -203,21 +208,22 @@ class TrainingProgram:
         call = bind(original, args, kwargs)
         if self._resumed_sums is not None:
             call[_SUMS].update(self._resumed_sums)
-            # After the first iteration of a process, Megatron would print an extra line and reset
-            # nothing.
+            # Otherwise Megatron would, after the first iteration of a process, print an extra
+            # line and not reset its sums.
             call["is_first_iteration"], self._resumed_sums = False, None
         result = original(**call)
-        # The copies cost no wait: the program has just waited for the device to check the losses.
+        # These copies add no wait: to check the losses, the program has just waited for the
+        # device.
         self._sums = {
             k: v.cpu().clone() if torch.is_tensor(v) else v for k, v in call[_SUMS].items()
         }
         return result
 
     def checkpoint_and_decide_exit(self, original: Function, *args: Any, **kwargs: Any) -> Any:
-        """Take the iteration's version.
+        """Take the iteration's version, then call the original function.
 
-        If the job was stopped, the process exits; if all ranks do so, the program's checkpoint is
-        saved first.
+        If the job is being stopped, the process exits here; if all ranks exit together, the
+        program's own checkpoint is saved first.
         """
         exits = original(*args, **kwargs)
         if self._protection is not None:
@@ -240,10 +246,12 @@ class TrainingProgram:
     # -- start -------------------------------------------------------------------------------------
 
     def _take_over_local_checkpoints(self, args: Any) -> None:
-        """Replace local checkpoints (``--non-persistent-ckpt-type local``) by versions.
+        """Turn off Megatron's local checkpoints (``--non-persistent-ckpt-type local``), which
+        versions replace.
 
-        Both keep the state in the memory of its node, and of others with ``--replication``. The
-        program would import packages that it does not need.
+        Like versions, they keep the state in the memory of the node and, with ``--replication``,
+        of other nodes. For them the program would import packages that it does not need
+        otherwise.
         """
         if getattr(args, "non_persistent_ckpt_type", None) != "local":
             return
@@ -262,10 +270,12 @@ class TrainingProgram:
     def _resume(
         self, model: Any, optimizer: Any, scheduler: Any, load: Callable[[], Any] | None
     ) -> tuple[int, float]:
-        """Protect the training, and restore the newest version, or else what ``load`` loads.
+        """Protect the training, and restore the newest version in memory or, if there is none,
+        let ``load`` load.
 
         Returns:
-            The completed iterations and floating-point operations, as the program counts them.
+            The numbers of completed iterations and floating-point operations, as the program
+            counts them.
         """
         protection = attach_megatron(
             model,
@@ -284,7 +294,7 @@ class TrainingProgram:
                 return None
             self.check_loaded_whole(protection)
             found.extend((iteration, operations))
-            # On a CPU, the program's loaders draw from the same generator as dropout.
+            # On a CPU, the program's loaders draw from the generator that dropout also uses.
             protection.memory.keep_rng()
             return int(iteration)
 
@@ -298,10 +308,11 @@ class TrainingProgram:
         return self._iteration, self._operations
 
     def check_loaded_whole(self, protection: MegatronProtection) -> None:
-        """Refuse a partial load after a restore from corrupt memory.
+        """Refuse a partial load after a restore that failed because memory was corrupt.
 
         Raises:
-            UnrecoverableError: the load has not replaced everything that was half written.
+            UnrecoverableError: the load has not replaced all of the state that was partly
+                restored.
         """
         args = self._training.get_args()
         partly = getattr(args, "no_load_optim", False) or getattr(args, "finetune", False)
@@ -313,7 +324,7 @@ class TrainingProgram:
             )
 
     def _go_on(self, client_state: dict[str, Any], device: torch.device) -> tuple[int, float]:
-        """Restore the program's counters from the version."""
+        """Restore the program's counters from a version's client state."""
         sums = client_state[_SUMS].items()
         self._resumed_sums = {k: v.to(device) if torch.is_tensor(v) else v for k, v in sums}
         args = self._training.get_args()
@@ -327,8 +338,8 @@ class TrainingProgram:
     # -- every iteration ---------------------------------------------------------------------------
 
     def _client_state(self) -> dict[str, Any]:
-        """Return the state in the program's checkpoint apart from model, optimizer and random
-        states.
+        """Return what the program's checkpoint contains in addition to model, optimizer and
+        random states.
         """
         args = self._training.get_args()
         counted = {name: getattr(args, name) for name in _COUNTED}
@@ -340,7 +351,8 @@ class TrainingProgram:
         }
 
     def _save(self, call: dict[str, Any]) -> None:
-        """Save as the program does when it exits: with ``--save``, unless it has just saved."""
+        """Save a checkpoint as the program does when it exits: only with ``--save``, and not if
+        it has just saved."""
         args = self._training.get_args()
         every = args.save_interval
         if not args.save or (every and self._iteration % every == 0):

@@ -1,10 +1,11 @@
-"""Captures the inputs of an optimizer step, for peers that repeat it on their hosts (AOR, REFT
-paper).
+"""Captures the inputs of an optimizer step for ring peers, which repeat the step on their hosts
+(AOR, REFT paper).
 
-Under ZeRO-1, every data-parallel rank temporarily holds the averaged gradients of *all* partitions.
-This module copies the slices of given partitions within the device, so that they can be copied to
-the host during the next step. It also records the hyper-parameters at the time of the optimizer's
-step:
+Under ZeRO-1, every data-parallel rank temporarily holds the averaged gradients of *all*
+partitions. This module copies the gradients of given partitions within the device, from where
+they are copied to the host during the next step. It also records the hyper-parameters of the
+optimizer step. When gradients are copied, and in which form, depends on DeepSpeed's optimizer
+wrapper:
 
 =========================== ============================= =======================================
 wrapper                     gradients are copied          state of the copied gradients
@@ -35,13 +36,14 @@ from reft.state.codec import class_path
 
 
 class GradientCapture:
-    """Copies of the newest step's gradients. All methods are called by the training thread.
+    """Holds copies of the newest step's gradients. All methods are called by the training
+    thread.
 
     Args:
         adapter: adapter of this rank's optimizer.
         members: data-parallel ranks whose partitions' gradients are captured.
-        fence: waits until the previous capture was copied to the host; called before the captured
-            gradients are overwritten.
+        fence: function that waits until the previous capture has been copied to the host; called
+            before the captured gradients are overwritten.
 
     Raises:
         UnsupportedStateError: this configuration does not keep the gradients of other partitions,
@@ -61,17 +63,18 @@ class GradientCapture:
         self._weights: list[list[torch.Tensor]] = [
             list(group) for group in getattr(self._wrapper, groups)
         ]
-        """By group and member: the model's weights in that partition, flat."""
-        # Memory for captured tensors, by member and name
+        """Flat views of the model's weights in each partition, by parameter group and member."""
+        # Device memory for captured tensors, by member and name
         self.staged: dict[int, dict[str, torch.Tensor]] = {}
-        # Images of that memory by member; new objects when the members change
+        # Images of this memory by member; replaced by new objects when the members change
         self.images: dict[int, SectionImage] = {}
         self._closed = False
         self._undo: list[Callable[[], None]] = []
         self.follow(members)
         known = next(iter(self.images.values()), None)
         self.partition_bytes = (known or SectionImage(list(self._make_staging(0).items()))).nbytes
-        """Size of the capture of one member; valid even if none is followed."""
+        """Size in bytes of the captured gradients of one member; valid even if no member's are
+        captured."""
         self._install()
 
     def close(self) -> None:
@@ -85,7 +88,8 @@ class GradientCapture:
         self.staged, self.images, self.record = {}, {}, None
 
     def follow(self, members: Sequence[int]) -> bool:
-        """Capture for these members from the next step; returns whether they have changed."""
+        """Capture the gradients of these members from the next step on; return whether the
+        members differ from those before."""
         if self._closed:
             members = ()
         if tuple(members) == tuple(self.staged):
@@ -102,13 +106,14 @@ class GradientCapture:
             number: the engine's number of the step.
 
         Returns:
-            Its record, and the t of Adam (None if only the device knows it); None instead of both
-            if the step was not observed.
+            The record, and Adam's step count t (None if it is only on the device); None instead
+            of the pair if the step was not observed.
         """
         record, self.record = self.record, None
         optimizer = self._adapter.state.optimizer
         if record is None:
-            # Up to 0.18, BF16_Optimizer has no overflow and no such attribute.
+            # Up to DeepSpeed 0.18, BF16_Optimizer has no overflow check and lacks this
+            # attribute.
             if not getattr(self._wrapper, "overflow", False):
                 return None
             record = read_step(optimizer, number, skipped=True)
@@ -151,7 +156,8 @@ class GradientCapture:
     # -- DeepSpeedZeroOptimizer --------------------------------------------------------------------
 
     def _when_reduced(self) -> None:
-        """Copy the gradients: all are averaged, and those of other partitions will be dropped."""
+        """Copy the gradients when all of them are averaged, before DeepSpeed drops those of
+        other partitions."""
         wrapper = self._wrapper
         boundary = wrapper.is_gradient_accumulation_boundary
         if self._closed or not (boundary() if callable(boundary) else boundary):
@@ -172,9 +178,10 @@ class GradientCapture:
                         target[begin - member * size : end - member * size].copy_(flat)
 
     def _when_unscaled(self, _gradients: Any, total_norm: Any) -> None:
-        """Capture the factor of unscaling and clipping, by applying the wrapper's method to 1."""
+        """Capture the factor by which the wrapper unscales and clips, by applying its method to
+        1."""
         if self._closed or self.record is not None:
-            return  # A further group of the same step
+            return  # Already captured for another group in this step
         factors = [tensors["multiplier"].fill_(1.0) for tensors in self.staged.values()]
         type(self._wrapper).unscale_and_clip_grads(self._wrapper, factors, total_norm)
         self.record = read_step(self._adapter.state.optimizer, 0)
@@ -196,14 +203,14 @@ def check_recomputable(adapter: StateAdapter) -> AdamRecipe:
 def _check_bf16(engine: Any, wrapper: Any) -> None:
     """Refuse releases of DeepSpeed that do not average the last micro-batch's gradients.
 
-    In some releases of 0.18, ``_backward_epilogue`` averages the gradients before those of the last
-    micro-batch are added, so every rank uses its own. A pipeline engine averages elsewhere, and
-    0.19.8 has the right order.
+    In some releases of 0.18, ``_backward_epilogue`` averages the gradients before those of the
+    last micro-batch are added, which then differ between ranks. A pipeline engine averages
+    elsewhere, and 0.19.8 has the right order.
     """
     epilogue = getattr(type(engine), "_backward_epilogue", None)
     if epilogue is None or not engine.enable_backward_allreduce or wrapper.immediate_grad_update:
         return
-    names = inspect.unwrap(epilogue).__code__.co_names  # In the order of their first use
+    names = inspect.unwrap(epilogue).__code__.co_names  # Names in the order of their first use
     known = [name for name in names if name in ("allreduce_gradients", "backward_epilogue")]
     if known == ["allreduce_gradients", "backward_epilogue"]:
         raise UnsupportedStateError(
@@ -245,8 +252,8 @@ def _check_zero(stage: int, wrapper: Any) -> None:
             f'with "data_types": {{"grad_accum_dtype": "fp32"}}, or leave "+aor" out of '
             "reft.protection"
         )
-    # Up to 0.18.9, buckets are sorted by names of tensor types that do not exist on a CPU, so that
-    # nothing is averaged.
+    # Up to 0.18.9, DeepSpeed sorts gradients into buckets by names of tensor types that do not
+    # exist on a CPU, so nothing is averaged there.
     sort = getattr(sys.modules[type(wrapper).__module__], "split_half_float_double", None)
     if sort is not None and not sort([wrapper.parallel_partitioned_bit16_groups[0][0][:1]]):
         raise UnsupportedStateError(
@@ -260,8 +267,8 @@ def _check_zero(stage: int, wrapper: Any) -> None:
 
 
 def _offsets(wrapper: Any, group: int) -> list[int]:
-    """Return the offset of each parameter in the flat group; since 0.19, with padding between
-    them."""
+    """Return the offset of each parameter in the flat group. Since 0.19 there is padding between
+    parameters."""
     known = vars(wrapper).get("round_robin_bit16_offsets")
     if known is not None:
         return list(known[group])
@@ -270,10 +277,11 @@ def _offsets(wrapper: Any, group: int) -> list[int]:
 
 
 def _before(wrapper: Any, name: str, call: Callable[..., None]) -> Callable[[], None]:
-    """Call ``call`` with the same arguments before every call of a method of this instance.
+    """Wrap the method ``name`` of this instance, so that ``call`` is called before it with the
+    same arguments.
 
     Returns:
-        A function that restores the method, unless it was replaced again since.
+        A function that restores the method, unless the method was replaced again since.
     """
     original, own = getattr(wrapper, name), vars(wrapper).get(name)
 
@@ -294,7 +302,8 @@ def _before(wrapper: Any, name: str, call: Callable[..., None]) -> Callable[[], 
 
 
 def _applied(optimizer: Any) -> int | None:
-    """Return the t of Adam after the newest step; None if reading it would wait for a device."""
+    """Return Adam's step count t after the newest step; None if reading it would wait for a
+    device."""
     group = optimizer.param_groups[0]
     entries = [optimizer.state.get(p, {}) for p in group["params"]]
     step = next((e["step"] for e in entries if "step" in e), group.get("step"))

@@ -1,14 +1,14 @@
-"""Recomputing a ring peer's Adam on the host: the numerical core of AOR (REFT paper).
+"""Recomputes a ring peer's Adam steps on the host: the numerical core of AOR (REFT paper).
 
-Under ZeRO-1, a partition's master weights and moments exist on one rank only. Instead of copying 12
-bytes for each parameter in every step, its ring peer receives the averaged, unscaled and clipped
-gradient of the partition, and makes the same step here. The arithmetic is not implemented again:
-the replica is an optimizer of the owner's class in host memory, called with the owner's
-hyper-parameters of that step. If owner and replica run the same kernel, as on CPUs, they agree bit
-for bit; :class:`reft.optim.ExactAdam` agrees on every device.
+Under ZeRO-1, a partition's master weights and moments exist on one rank only. Instead of
+receiving these 12 bytes for each parameter in every step, the owner's ring peer copies the
+averaged, unscaled and clipped gradient of the partition, and makes the same step in host memory.
+The arithmetic is not implemented again: the *replica* is an optimizer of the owner's class,
+called with the owner's hyper-parameters of the step. If owner and replica run the same kernel,
+as on CPUs, they agree bit for bit; :class:`reft.optim.ExactAdam` agrees on every device.
 
-Every applied step must arrive exactly once and in order. Anything else makes the replica *stale*:
-from then on it refuses to step and to be read, until it is copied anew from the owner (P5).
+Every step must be applied exactly once and in order. Otherwise the replica becomes *stale*: it
+refuses to step and to be read until it is copied from the owner again (P5).
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class AdamRecipe:
     """The constant properties of the owner's optimizer."""
 
     kind: AdamKind
-    decoupled: bool  # Weight decay on the weights (AdamW) instead of on the gradient
+    decoupled: bool  # True if weight decay acts on the weights (AdamW), False if on the gradient
     foreach: bool | None = None  # Torch's implementation; None for the device's default
     fused: bool | None = None  # Torch's implementation; None for the device's default
     maximize: bool = False
-    on_device: bool = False  # The owner's partition is not in host memory
+    on_device: bool = False  # True if the owner's partition is not in host memory
 
     @property
     def exact(self) -> bool:
@@ -54,13 +54,14 @@ class GroupStep:
 
 @dataclass(frozen=True)
 class OwnerStep:
-    """One step of the owner."""
+    """One optimizer step of the owner."""
 
-    number: int  # Consecutive number of the engine's step, including skipped ones
+    number: int  # Number of the engine's step, counting skipped steps as well
     groups: tuple[GroupStep, ...]  # Hyper-parameters of this step, by group
-    skipped: bool = False  # An overflow; weights, moments and their step count did not change
-    # Factor that the owner applied to the fp32 gradient (1 / (loss scale · clip divisor)); 1 if the
-    # captured gradients are final
+    # True after an overflow: weights, moments and Adam's step count did not change
+    skipped: bool = False
+    # Factor by which the owner multiplied the fp32 gradient, 1 / (loss scale · clip divisor); 1
+    # if the captured gradients are final
     multiplier: float = 1.0
 
 
@@ -68,12 +69,12 @@ def read_recipe(optimizer: Any) -> AdamRecipe:
     """Read the recipe from the owner's innermost optimizer.
 
     Raises:
-        UnsupportedStateError: its class or variant cannot be recomputed; the message says what to
-            change.
+        UnsupportedStateError: the optimizer's class or variant cannot be recomputed; the message
+            says what to change.
     """
     names = {f"{c.__module__}.{c.__qualname__}" for c in type(optimizer).__mro__}
     found = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-    # The more special class comes first, because AdamW derives from Adam.
+    # A derived class comes before its base, because AdamW derives from Adam.
     kinds = (
         *(AdamKind.EXACT, AdamKind.DEEPSPEED_CPU, AdamKind.DEEPSPEED_FUSED),
         *(AdamKind.TORCH_ADAMW, AdamKind.TORCH_ADAM),
@@ -97,8 +98,8 @@ def read_recipe(optimizer: Any) -> AdamRecipe:
     if kind.compiled:
         return AdamRecipe(kind, bool(optimizer.adam_w_mode), on_device=on_device)
     decoupled = bool(first.get("decoupled_weight_decay", kind is AdamKind.TORCH_ADAMW))
-    # On a device, torch uses foreach kernels by default, whose counterpart on the host is the plain
-    # loop.
+    # On a device, torch uses foreach kernels by default; the same arithmetic on the host is the
+    # plain loop.
     return AdamRecipe(
         kind,
         decoupled,
@@ -110,7 +111,7 @@ def read_recipe(optimizer: Any) -> AdamRecipe:
 
 
 def read_step(optimizer: Any, number: int, *, skipped: bool = False) -> OwnerStep:
-    """Read the record of a step from the owner's groups, right before or after
+    """Read the record of a step from the owner's parameter groups, right before or after
     ``optimizer.step``."""
     groups = tuple(
         GroupStep(
@@ -127,7 +128,7 @@ def read_step(optimizer: Any, number: int, *, skipped: bool = False) -> OwnerSte
 
 @dataclass
 class ReplicaTensors:
-    """One group's partition in host memory, updated in place.
+    """One parameter group's partition in host memory, which steps update in place.
 
     All tensors are fp32, one-dimensional and of equal length.
     """
@@ -152,14 +153,14 @@ class ReplicaTensors:
 
 @dataclass
 class AdamReplica:
-    """The ring peer's optimizer, replayed on the host.
+    """A replica of the ring peer's optimizer, which repeats the owner's steps on the host.
 
     Args:
         recipe: recipe of the owner's optimizer.
         groups: initial hyper-parameters, one entry for each parameter group.
-        tensors: the partition, one entry for each parameter group.
-        number: last step of the engine that the tensors contain, including skipped ones.
-        applied: number of steps that were not skipped, the t of Adam.
+        tensors: memory of the partition, one entry for each parameter group.
+        number: number of the last step that the tensors contain, counting skipped steps as well.
+        applied: number of steps that were not skipped, Adam's t.
     """
 
     recipe: AdamRecipe
@@ -168,7 +169,7 @@ class AdamReplica:
     number: int = 0
     applied: int = 0
     stale: str = field(default="", init=False)
-    """Why the replica must not be used; empty while it follows its owner."""
+    """Reason why the replica must not be used (is stale); empty while it is up to date."""
 
     def __post_init__(self) -> None:
         if len(self.groups) != len(self.tensors):
@@ -194,19 +195,20 @@ class AdamReplica:
             }
 
     def bind(self, tensors: Sequence[ReplicaTensors]) -> None:
-        """Continue in other memory with the same content."""
+        """Continue in other memory, which holds the same content."""
         for param, new in zip(self.params, tensors, strict=True):
             param.data = new.master
         self.tensors = tensors
         self._link()
 
     def restart(self, tensors: Sequence[ReplicaTensors], number: int, applied: int) -> None:
-        """Continue from a verified copy of the owner's partition; the replica is no longer stale.
+        """Continue from a verified copy of the owner's partition, so that the replica is no
+        longer stale.
 
         Args:
             tensors: the copy.
-            number: last step of the engine that it contains.
-            applied: the t of Adam after that step.
+            number: number of the last step that the copy contains.
+            applied: Adam's t after that step.
         """
         kernel_was_at, was_stale = self.applied, bool(self.stale)
         self.stale, self.number, self.applied = "", number, applied
@@ -225,7 +227,7 @@ class AdamReplica:
 
         Raises:
             StaleReplicaError: a step or a gradient is missing, or the record does not match. The
-                tensors are unchanged, and the replica stays stale.
+                tensors are unchanged, and the replica is stale.
         """
         self.check()
         if record.number != self.number + 1:
@@ -246,7 +248,8 @@ class AdamReplica:
                 )
             self._set_groups(record.groups)
             for param, gradient in zip(self.params, gradients, strict=True):
-                # Multiplied in fp32, as DeepSpeed unscales and clips, into new memory.
+                # Multiply in fp32 and into new memory, as DeepSpeed does when it unscales and
+                # clips.
                 final = gradient.detach().reshape(-1).to("cpu", torch.float32)
                 param.grad = final if record.multiplier == 1.0 else final * record.multiplier
             self.optimizer.step()
@@ -259,7 +262,8 @@ class AdamReplica:
         """Check that the replica may be used.
 
         Raises:
-            StaleReplicaError: it is stale; the message contains the step and the reason.
+            StaleReplicaError: the replica is stale; the message contains the step and the
+                reason.
         """
         if self.stale:
             raise StaleReplicaError(
@@ -268,7 +272,8 @@ class AdamReplica:
             )
 
     def mark_stale(self, reason: str) -> None:
-        """Mark the replica as stale until :meth:`restart`; the first reason is kept."""
+        """Mark the replica as stale until :meth:`restart`. If it is stale already, the earlier
+        reason stays."""
         self.stale = self.stale or reason
 
     def _refuse(self, reason: str) -> None:
@@ -301,10 +306,9 @@ def _make_optimizer(recipe: AdamRecipe, params: Sequence[torch.nn.Parameter]) ->
     return made(groups, foreach=recipe.foreach, fused=recipe.fused, maximize=recipe.maximize)
 
 
-# -- the part of DeepSpeed's CPU Adam that is not in any state dict --------------------------------
-#
-# The C++ optimizer behind ``FusedAdam`` (on CPU) and ``DeepSpeedCPUAdam`` keeps the powers ``beta
-# ** step`` and brings them forward by one multiplication per step. A fresh process computes them by
-# ``pow``, whose last bits differ, so a resumed run would leave the uninterrupted one (P8). The
-# powers are a pure function of the sequence of calls; the same calls are made on one-element
-# tensors.
+# -- the part of DeepSpeed's CPU Adam that is not in any state dict
+# -------------------------------- The C++ optimizer behind ``FusedAdam`` (on CPU) and
+# ``DeepSpeedCPUAdam`` keeps the powers ``beta ** step`` and updates them by one multiplication
+# per step. A fresh process computes them with ``pow``, which differs in the last bits, so a
+# resumed run would diverge from an uninterrupted one (violates P8). The powers depend only on
+# the sequence of calls, so reft repeats these calls on one-element tensors.

@@ -1,15 +1,16 @@
-"""Asynchronous optimizer recomputing (AOR, REFT paper): recomputes a ring peer's partition on the
-host.
+"""Asynchronous optimizer recomputing (AOR, REFT paper): recomputes a ring peer's ZeRO partition
+on the host.
 
-Version i of a kept partition is computed from version i-1, which is in this rank's newest committed
-arena, by one step of its owner's optimizer with the gradients that were copied for version i. It is
-written directly into the arena of version i. Before that is sealed, it is compared with the owner's
-checksums, which come with every version. The owner sends blocks that differ or could not be
-recomputed (:mod:`reft.snapshot.arenas`). A missing gradient or a stale replica therefore costs one
-transfer, and wrong bytes are never restored (P5).
+Version i of a kept partition (one that this rank stores for a peer) is computed from version
+i-1, which is in this rank's newest committed arena: by one step of the owner's optimizer with
+the gradients that were copied for version i. The result is written directly into the arena of
+version i. Before the arena is sealed, the result is compared with the checksums that the owner
+sends with every version. The owner sends blocks that differ or could not be recomputed
+(:mod:`reft.snapshot.arenas`). So a missing gradient or a stale replica costs only a transfer,
+and wrong bytes are never restored (P5).
 
-Device and host kernels must agree bit for bit. Fused Adam on a GPU does not; :mod:`reft.optim`
-does.
+Device and host kernels must agree bit for bit. Those of fused Adam on a GPU do not; those of
+:mod:`reft.optim` do.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ from reft.state.catalogue import SectionImage, TensorSpec
 logger = logging.getLogger(__name__)
 
 _IN_VAIN = 20
-"""Number of consecutive versions with useless recomputation after which a warning is logged."""
+"""Number of consecutive versions after which a warning is logged if every one was recomputed
+with a wrong result."""
 
 
 @dataclass(frozen=True)
@@ -43,12 +45,13 @@ class OptimizerStep:
     """Facts about the newest step, captured by the training thread."""
 
     record: OwnerStep  # Hyper-parameters, and whether the step was skipped
-    applied: int | None = None  # The t of Adam after it; None if only the device knows it
+    # Adam's step count t after the step; None if it is only on the device
+    applied: int | None = None
     flush_denormal: bool = False  # Whether the training thread treats denormals as zero
 
 
 class PeerOptimizers(VersionFeature):
-    """The optimizers of the members whose partitions this rank keeps."""
+    """Replicas of the optimizers of those group members whose partitions this rank keeps."""
 
     name = "aor"
 
@@ -57,7 +60,7 @@ class PeerOptimizers(VersionFeature):
         self.stats = stats or RecomputeStats()
         self.base: ArenaWriter | None = None
         """The newest committed version, from which the next one's partitions are recomputed."""
-        self.replicas: dict[int, AdamReplica] = {}  # By member
+        self.replicas: dict[int, AdamReplica] = {}  # Replicas by member
         self._told: set[str] = set()
         self._refused_steps: Counter[int] = Counter()
         self._in_vain = False
@@ -67,7 +70,8 @@ class PeerOptimizers(VersionFeature):
     ) -> None:
         """Recompute the kept partitions of a version whose gradients have been copied.
 
-        A partition that fails is left as it is; its owner sends it.
+        If recomputing a partition fails, its bytes in the arena stay as they are, and the owner
+        sends it.
         """
         began, cpu = time.perf_counter(), time.thread_time()
         for member in _kept(writer, images):
@@ -82,7 +86,8 @@ class PeerOptimizers(VersionFeature):
     def count_equal(
         self, writer: ArenaWriter, images: LiveImages, step: OptimizerStep | None
     ) -> None:
-        """Count the partitions that match their owners' checksums, and those that do not (P5)."""
+        """Count the recomputed partitions that match their owners' checksums, and those that do
+        not (P5)."""
         for member in _kept(writer, images):
             replica = self.replicas.get(member)
             if (
@@ -93,9 +98,11 @@ class PeerOptimizers(VersionFeature):
             ):
                 continue
             try:
-                # Only owned blocks count: the owner always sends the host block and the checksums.
+                # Look at owned blocks only: the owner always sends the host block and the
+                # checksums.
                 equal = all(b.key.section is not Section.OWNED for b in writer.wanted(member))
-            except Exception as error:  # P6: peers wait for this rank in the next exchange
+            # P6: do not raise, since peers wait for this rank in the next exchange
+            except Exception as error:
                 self._failed(member, writer, error)
                 continue
             if equal:
@@ -114,7 +121,7 @@ class PeerOptimizers(VersionFeature):
         return None
 
     def committed(self, version: CopiedVersion) -> None:
-        """Use this version as the base of the next one's partitions."""
+        """Keep this version as the one from which the next version's partitions are computed."""
         self.base = version.writer
 
     def forget_arenas(self) -> None:
@@ -122,7 +129,8 @@ class PeerOptimizers(VersionFeature):
         self.replicas.clear()
 
     def _warn_if_in_vain(self, member: int, writer: ArenaWriter) -> None:
-        """Warn once if recomputation is useless: state stays right, but all work is done twice."""
+        """Warn once if recomputed partitions are always wrong: the state stays correct, since
+        owners send them, but recomputing is wasted."""
         if self._refused_steps[member] < _IN_VAIN or self._in_vain:
             return
         self._in_vain = True
@@ -155,10 +163,10 @@ class PeerOptimizers(VersionFeature):
         replica = self._replica(member, tensors, step, base)
         gradients = _views(writer.gradients(member), images.gradients[member])
         record = step.record
-        if "multiplier" in gradients and not record.skipped:  # Copied from the device with them
+        # The factor was copied from the device with the gradients
+        if "multiplier" in gradients and not record.skipped:
             record = replace(record, multiplier=float(gradients["multiplier"][0]))
-        # The mode is set for each thread. Without this, denormals would be treated differently from
-        # the training thread.
+        # This mode is set per thread. Denormals must be treated as in the training thread.
         torch.set_flush_denormal(step.flush_denormal)
         replica.apply(record, [gradients[f"gradient.{g}"] for g in range(len(tensors))])
         _set_steps(partition, images.owned, replica.applied)
@@ -166,8 +174,8 @@ class PeerOptimizers(VersionFeature):
     def _replica(
         self, member: int, tensors: Sequence[ReplicaTensors], step: OptimizerStep, base: ArenaWriter
     ) -> AdamReplica:
-        """Return the member's optimizer in the new memory, in its state after the previous
-        version."""
+        """Return the replica of the member's optimizer, bound to the new memory, in its state
+        after the previous version."""
         number = base.label.step
         replica = self.replicas.get(member)
         if replica is not None and not replica.stale and replica.number == number:
@@ -185,7 +193,7 @@ class PeerOptimizers(VersionFeature):
         return replica
 
     def _failed(self, member: int, writer: ArenaWriter, error: Exception) -> None:
-        """Handle every error without raising, because peers wait for this rank in the exchange.
+        """Handle any error without raising, because peers wait for this rank in the exchange.
 
         Errors other than reft's own may be bugs; they are logged with a traceback, once for each
         class.
@@ -219,10 +227,11 @@ class PeerOptimizers(VersionFeature):
 
 
 def _kept(writer: ArenaWriter, images: LiveImages) -> dict[int, SectionImage]:
-    """Return gradients of the members whose partitions the version keeps, by member.
+    """Return the images of captured gradients of the members whose partitions the version keeps,
+    by member.
 
-    A switch of the protection changes the layout at once, but the captured members only from the
-    next step, so both may differ for one version.
+    A switch of the protection scheme changes the layout at once, but the members whose gradients
+    are captured only from the next step, so the two may differ for one version.
     """
     kept = writer.layout.plan.placement.kept_by(writer.layout.member)
     return {m: image for m, image in images.gradients.items() if m in kept}
@@ -232,7 +241,8 @@ def _kept(writer: ArenaWriter, images: LiveImages) -> dict[int, SectionImage]:
 
 
 def _views(memory: torch.Tensor, image: SectionImage) -> dict[str, torch.Tensor]:
-    """Return the tensors of an image by name, as views of a copy of its bytes."""
+    """Return the tensors of an image by name, as views of ``memory``, which holds a copy of the
+    image's bytes."""
     return {
         spec.name: _view(memory, offset, spec)
         for spec, offset in zip(image.specs, image.offsets, strict=True)
@@ -244,8 +254,8 @@ def _view(memory: torch.Tensor, offset: int, spec: TensorSpec) -> torch.Tensor:
 
 
 def _replica_tensors(memory: torch.Tensor, owned: SectionImage) -> list[ReplicaTensors]:
-    """Return master and moments of every group; their sizes and order are the same on all
-    members."""
+    """Return master weights and moments of every parameter group; their sizes and order are the
+    same on all members."""
     views = _views(memory, owned)
     groups = sum(name.startswith("master.") for name in views)
     if len(views) == groups:
@@ -267,7 +277,8 @@ def _replica_tensors(memory: torch.Tensor, owned: SectionImage) -> list[ReplicaT
 
 
 def _set_steps(memory: torch.Tensor, owned: SectionImage, applied: int) -> None:
-    """Set the step counts, which torch's device kernels keep in tensors next to the moments."""
+    """Write the step count ``applied`` into the tensors in which torch's device kernels keep it,
+    next to the moments."""
     for spec, offset in zip(owned.specs, owned.offsets, strict=True):
         if spec.name.endswith(".step"):
             _view(memory, offset, spec).fill_(applied)

@@ -32,6 +32,7 @@ from reft.policy.choice import JobFacts, choice_inputs, device_paragraph
 from reft.policy.choose import node_bytes, rank_loads
 from reft.policy.loads import PartitionSurvival
 from reft.state.adam import AdamKind
+from reft.state.adapters import StateAdapter
 
 _NODES_SHOWN = 8
 
@@ -101,6 +102,8 @@ def _notes(start: StartFacts) -> Iterator[str]:
         yield device_paragraph(job.devices, job.topology.nodes)
     if job.copies.asynchronous:
         yield describe_untried_device()
+    if frozen := describe_frozen(job):
+        yield frozen
     if short := timeout_is_short(job.config, group_timeout_secs()):
         yield short
     if start.declared_on_one_host:
@@ -111,6 +114,21 @@ def _notes(start: StartFacts) -> Iterator[str]:
         )
     if job.config.allow_unprotected and (shortfall := _shortfall(start)):
         yield shortfall
+
+
+def describe_frozen(job: JobFacts) -> str | None:
+    """What versions cost with frozen weights, as those below adapters; None if there are none."""
+    frozen = job.adapter.frozen_bytes() if isinstance(job.adapter, StateAdapter) else 0
+    if not frozen:
+        return None
+    total = sum(job.adapter.expected_bytes())
+    on_device = job.copies.asynchronous
+    return (
+        f"{_mib(frozen)} of {_mib(total)} on rank {job.control.rank} are frozen weights: every "
+        f"version has them, and from the third one on they are "
+        f"{'not sent again' if on_device else 'neither copied nor sent again'} while they do not "
+        f"change{' (they are still copied from the device, to be compared)' if on_device else ''}"
+    )
 
 
 def explain_inexact(recipe: AdamRecipe, *, seen_exact: bool = True) -> str | None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Any
 
@@ -102,6 +102,13 @@ class CutRanges:
             np.fromiter(accumulate(map(len, rows)), np.uint64),
             [*accumulate(sizes, initial=0)],
         )
+
+    @cached_property
+    def hashed_only(self) -> CutRanges:
+        """The same ranges, to be read without copying them."""
+        ranges = self.ranges.copy()
+        ranges[:, 0] = 0
+        return replace(self, ranges=ranges)
 
     def nbytes(self, first: int, stop: int) -> int:
         """Return the number of bytes in the chunks ``[first, stop)``."""

@@ -1,21 +1,23 @@
-"""The gates between training and the copying thread, which admit every single chunk.
+"""The gates between training and the copying thread. Every single chunk is copied only after a
+gate has admitted it.
 
-The training thread opens a gate right before an instruction in which the device waits, and closes
-it right after. The copying thread calls ``admit`` before every chunk. There is one gate for each
-kind of copy engine:
+The training thread opens the gate right before an instruction in which the device waits, and
+closes it right after; the time between is a *window*. The copying thread calls ``admit`` before
+every chunk. There is one gate for each kind of copy engine:
 
 - :class:`HostGate`: a copy is complete when the call returns. ``close`` waits for the chunk in
   flight, so no chunk of tier 1 overlaps a training instruction other than the one it was admitted
   for.
-- :class:`StreamGate`: copies are queued on a device, which lags behind the host. The gate issues
-  the bytes planned for each window, which may start after a mark taken where the window opens.
+- :class:`StreamGate`: copies are queued on a device, which lags behind the host. The gate admits
+  the bytes planned for each window, whose copies wait on the device for the mark that was taken
+  where the window opens.
 
 In addition to windows (tier 1), a gate admits chunks
 
 - at a low share of the computing time (tier 2);
-- during communication instructions that were opened for it (tier 3);
-- when training has not called the gate for long, because nothing is disturbed then;
-- without limit as soon as the fence waits (tier 0).
+- during communication instructions for which the gate was opened (tier 3);
+- when training has not called the gate for a long time, because copies disturb nothing then;
+- without limit as soon as training waits at the fence (tier 0).
 """
 
 from __future__ import annotations
@@ -34,59 +36,66 @@ from reft.snapshot.gate import EXPEDITED, UNLIMITED, Gate, Permit
 
 logger = logging.getLogger(__name__)
 
-_TURN_SECS = 0.00002  # Poll interval while training has priority
+_TURN_SECS = 0.00002  # Poll interval in seconds while training has priority
 _BURST_SECS = 0.002
-"""Duration of a burst of copies during computation. A single chunk for which the thread is woken
-takes twice its time."""
+"""Seconds of copying at a time during computation. A single chunk would take twice as long,
+because the thread has to be woken up for it."""
 _QUEUED_SECS = 0.01
-"""Duration of the copies that are queued on a device at a time, if they are paced."""
-# Longest wait of training at the end of a window; a chunk takes a few milliseconds
+"""Seconds of copies that are queued on a device at a time during computation."""
+# Longest time in seconds that training waits for a chunk at the end of a window; a chunk takes a
+# few milliseconds
 _CHUNK_SECS = 5.0
 
 
 class HostGate(Gate):
-    """For engines whose copies are complete when the call returns (CPU). See :class:`Gate`.
+    """The gate for copy engines whose copies are complete when the call returns (CPU). See
+    :class:`Gate`.
 
-    In a window, the training thread's core is idle, and possibly no other core is. The copying
-    thread is therefore placed on that core. The scheduler alone often wakes it on a core where
-    another rank computes, and leaves it there.
+    In a window, the training thread's core is idle, and possibly no other core is. Therefore the
+    copying thread is placed on that core. The scheduler alone often wakes the copying thread on
+    a core where another rank computes, and leaves it there.
 
-    A version begins only in a window with planned bytes, because its preparation takes longer than
-    many waits, such as the wait for the step's loss, and other ranks would be delayed. A version
+    A version begins only in a window with planned bytes: preparing it takes longer than many
+    waits (such as the one for the step's loss), so that other ranks would be delayed. A version
     that has begun may continue in any window.
     """
 
     def __init__(self) -> None:
         self.patience_secs = 1.0
-        self.chunk_secs = _CHUNK_SECS  # Longest wait of training for the chunk in flight
+        # Longest time in seconds that training waits for the chunk in flight
+        self.chunk_secs = _CHUNK_SECS
         self._core = _CoreOfTraining()
         # Held by the copying thread while it copies a chunk.
         self._in_flight = threading.Lock()
-        self._stuck = False  # Training has waited chunk_secs for the chunk in flight, in vain
+        # True after training has waited chunk_secs and the chunk in flight has not ended
+        self._stuck = False
         self._closing = ctypes.c_int(0)
-        """Flag shared with the C++ copy loop. Not 0 while training waits for the chunk in flight:
-        no further chunk may begin. It is only a hint that shortens the wait; the lock orders the
-        copies."""
+        """Flag shared with the C++ copy loop. While training waits for the chunk in flight, it
+        is not 0 and the loop begins no further chunk. It only shortens the wait; correctness
+        depends on the lock."""
         self._beside = Permit(2, until=self._closing)
         self._communication = Permit(3, until=self._closing)
         self._changed = threading.Event()
-        # Permit for chunks that are admitted now; None while the gate is closed
+        # Permit (tier and window) for chunks that are admitted now; None while the gate is
+        # closed
         self.opened: Permit | None = None
         self._expedited = False
         self._share = 0.0
         self._begun = False
         self._next_beside = 0.0
         self._burst_secs = 0.0
-        self.alive_at = time.perf_counter()  # Time of training's last call
+        self.alive_at = time.perf_counter()  # Time at which training last called the gate
         self._permits: dict[int, Permit] = {}  # One reused permit for each window
 
-    # -- training thread: the time of these calls is overhead of training --------------------------
+    # -- training thread: the time of these calls is overhead of training
+    # --------------------------
 
     def open(self, window: int | None, nbytes: int, mark: Any) -> None:
         if window is None:
             self.opened = self._communication
             if self.wanted:
-                # The copying thread is not placed on training's core, which moves the data
+                # Do not place the copying thread on training's core, which is busy moving the
+                # data
                 self._changed.set()
             return
         if not (nbytes or self._begun):
@@ -102,9 +111,9 @@ class HostGate(Gate):
     def close(self) -> float:
         if self.opened is None:
             return 0.0
-        # ``opened`` is cleared before the lock is taken below. ``admit`` reads it only while it
-        # holds the lock. So after this thread has held the lock, no chunk is in flight, and this
-        # window cannot admit another: no chunk overlaps the training instruction that follows.
+        # Clear ``opened`` before taking the lock below. ``admit`` reads ``opened`` only with the
+        # lock held. So once this thread has held the lock, no chunk is in flight and this window
+        # cannot admit another: no chunk overlaps the training instruction that follows.
         self.opened = None
         self.alive_at = time.perf_counter()
         if not self.wanted:
@@ -117,7 +126,8 @@ class HostGate(Gate):
         if self._in_flight.acquire(timeout=self.chunk_secs):
             self._in_flight.release()
         else:
-            # The version stays correct, because the fence waits for this chunk (P2).
+            # The version stays correct, because training still waits for this chunk at the fence
+            # (P2).
             self._stuck = self._in_flight.locked()
             logger.warning(
                 "a chunk of a version has not ended after %.0f s; training continues meanwhile and "
@@ -154,8 +164,8 @@ class HostGate(Gate):
     def admit(self) -> Permit:
         self._core.register()
         while True:
-            # Training waits for the lock. Without this, the copying thread could take the lock
-            # again before training is scheduled, since Python's locks are not fair.
+            # Let training take the lock. Python's locks are not fair, so this thread could take
+            # the lock again before the training thread is scheduled.
             while self._closing.value:
                 time.sleep(_TURN_SECS)
             self._in_flight.acquire()
@@ -164,7 +174,7 @@ class HostGate(Gate):
             permit = self.opened
             if permit is not None:
                 if permit is self._communication:
-                    self._core.release()  # Training's core is busy in this case
+                    self._core.release()  # Training's core is busy now
                 return permit
             wait_secs = self._until_beside()
             if wait_secs <= 0:
@@ -172,7 +182,7 @@ class HostGate(Gate):
                 return self._beside
             self._in_flight.release()
             if self._share > 0:
-                self._core.leave()  # It will be woken during computation
+                self._core.leave()  # This thread will be woken up during computation
             self._changed.wait(wait_secs)
 
     def _until_beside(self) -> float:
@@ -196,15 +206,15 @@ class HostGate(Gate):
                 )
                 self._burst_secs = 0.0
         elif permit.tier == 1:
-            # Training may be runnable again, and may wait for this core.
+            # The training thread may be runnable again and waiting for this core.
             _yield_core()
 
 
 class _CoreOfTraining:
     """Places the copying thread on the core of the training thread, and removes it again.
 
-    It does nothing if the system does not support this, or if the affinities of the two threads
-    were set to different cores.
+    It does nothing if the system does not support affinities, or if the two threads are bound to
+    different cores.
     """
 
     def __init__(self) -> None:
@@ -212,11 +222,13 @@ class _CoreOfTraining:
         self.active = False
         self._allowed: set[int] = set()
         self._placing = threading.Lock()
-        # Core on which the copying thread was placed; None if it may run on any allowed core
+        # Core on which the copying thread was placed; None if the thread may run on any allowed
+        # core
         self._core: int | None = None
 
     def register(self) -> None:
-        """W: register the calling thread as the copying thread, before it copies."""
+        """Register the calling thread as the copying thread. Called by the copying thread before
+        it copies."""
         if not self.active and _current_core is not None:
             found = os.sched_getaffinity(0)
             if self._core is None or found != {self._core}:  # Otherwise :meth:`follow` has set it
@@ -225,7 +237,7 @@ class _CoreOfTraining:
             self.active = True
 
     def follow(self) -> None:
-        """T: place the copying thread on the calling thread's core."""
+        """Place the copying thread on the calling thread's core. Called by the training thread."""
         if self.active and _current_core is not None:
             core = _current_core()
             with self._placing:
@@ -234,12 +246,14 @@ class _CoreOfTraining:
                     self._place({core})
 
     def release(self) -> None:
-        """W: allow any core, and ignore :meth:`follow` until the next :meth:`register`."""
+        """Allow the copying thread any core, and ignore :meth:`follow` until the next
+        :meth:`register`. Called by the copying thread."""
         self.active = False
         self.leave()
 
     def leave(self) -> None:
-        """W: allow any core until the next :meth:`follow`."""
+        """Allow the copying thread any core until the next :meth:`follow`. Called by the copying
+        thread."""
         with self._placing:
             if self._core is not None:
                 self._core = None
@@ -249,12 +263,14 @@ class _CoreOfTraining:
         try:
             os.sched_setaffinity(self._thread, cores)
         except OSError:
-            # The process has lost cores; from now on, placement is left to the scheduler
+            # The process may no longer use these cores; from now on, leave the placement to the
+            # scheduler
             self._allowed = set()
 
 
 def _of_libc(library: Callable[[None], ctypes.CDLL], name: str) -> Callable[[], int] | None:
-    """Look up a C library function that takes no arguments; None if the library lacks it."""
+    """Look up a function of the C library that takes no arguments; return None if the library
+    lacks it."""
     try:
         function: Callable[[], int] = getattr(library(None), name)
     except (OSError, AttributeError):
@@ -262,25 +278,26 @@ def _of_libc(library: Callable[[None], ctypes.CDLL], name: str) -> Callable[[], 
     return function
 
 
-# Unlike os.sched_yield, a function of CDLL releases the GIL. One of PyDLL keeps it, for less than a
-# microsecond.
+# Unlike os.sched_yield, a function called through CDLL releases the GIL. A function called
+# through PyDLL keeps the GIL, which is fine for one that takes less than a microsecond.
 _yield_core = _of_libc(ctypes.CDLL, "sched_yield") or (lambda: 0)
 _current_core = _of_libc(ctypes.PyDLL, "sched_getcpu") if hasattr(os, "sched_setaffinity") else None
 
 
 class StreamGate(Gate):
-    """For engines that queue copies on a device. See :class:`Gate`.
+    """The gate for copy engines that queue copies on a device. See :class:`Gate`.
 
-    Bytes planned for computation (tier 2) are added to the bytes of the windows, and are copied
-    after these. Without windows, they begin at once, but not more than planned, because queued
-    bytes can no longer be staged.
+    Bytes planned for computation (tier 2) are added to the bytes of the windows and copied after
+    them. If there are no windows, these bytes are admitted at once, but no more than planned,
+    because bytes that are queued already can no longer be staged on the device instead.
     """
 
     def __init__(self) -> None:
         self.patience_secs = 1.0
-        # Guards the fields below, and wakes the copying thread.
+        # Guards the fields below, and wakes up the copying thread.
         self._changed = threading.Condition()
-        # Opened windows in order; None marks the place where a version was handed over
+        # Opened windows in order; None separates those before from those after a version was
+        # handed to the worker
         self._windows: deque[Permit | None] = deque()
         self._expedited = False
         self.alive_at = time.perf_counter()
@@ -331,8 +348,8 @@ class StreamGate(Gate):
     def admit(self) -> Permit:
         with self._changed:
             while True:
-                # Windows come first even when expedited: the device lags behind the host, so these
-                # windows may still be ahead of it.
+                # Use up the windows first, even when expedited: the device lags behind the host
+                # and may not have reached these windows yet.
                 while self._windows:
                     if (permit := self._windows.popleft()) is not None:
                         return permit

@@ -1,6 +1,7 @@
-"""Reproduces Gemini's traffic between nodes, for comparison: a rank sends its data to another rank.
+"""Reproduces the network traffic of Gemini, for comparison: every rank sends its data to another
+rank.
 
-Recovery does not use the received copy; it works the same in every variant.
+Recovery does not use the received copy, and works the same in every variant.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from reft.snapshot.stats import ByteKind
 
 
 class MirrorToPeer(VersionFeature):
-    """Sends versions of the variant ``inter_node`` to the next rank.
+    """Sends each version of the variant ``inter_node`` to the rank with the next number.
 
     Args:
         control: messages between the worker threads.
@@ -32,7 +33,7 @@ class MirrorToPeer(VersionFeature):
         self._control = control
         self._topology = topology
         self._block_bytes = block_bytes
-        self._kept_bytes: Sequence[int] = ()  # Bytes of each rank's data, by rank
+        self._kept_bytes: Sequence[int] = ()  # Size in bytes of each rank's arena data, by rank
         self._received: torch.Tensor | None = None
 
     def laid_out(self, layout: GroupLayout) -> None:

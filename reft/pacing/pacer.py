@@ -36,7 +36,7 @@ from reft.snapshot.gate import UNLIMITED, ChunkRecord, Gate
 logger = logging.getLogger(__name__)
 
 
-# Prefixes of the names of instructions that move data between ranks
+# Prefixes of the class names of instructions that move data between ranks
 COMMUNICATING = ("Send", "Reduce")
 
 
@@ -50,22 +50,23 @@ _RUNS_QUEUE = "CommitP2P"
 
 
 def trains(names: Sequence[str]) -> bool:
-    """Return whether a schedule contains an optimizer step; True for a step without
-    instructions."""
+    """Return whether a schedule contains an optimizer step; True if ``names`` is empty."""
     return not names or "OptimizerStep" in names
 
 
 def queues_transfers(names: Sequence[str]) -> bool:
-    """Return whether transfers are queued, and carried out by a separate instruction."""
+    """Return whether a schedule queues its transfers and carries them out in a separate
+    instruction."""
     return any(name.startswith(_RUNS_QUEUE) for name in names)
 
 
 def waits(names: Sequence[str], queues: bool) -> tuple[bool, bool]:
-    """Return whether the device may wait in an instruction, and whether it waits to receive.
+    """Return whether the device may wait in the last of these instructions, and whether it waits
+    there to receive data.
 
     Args:
-        names: names of all instructions up to and including that one.
-        queues: the schedule is known to queue its transfers.
+        names: names of all instructions up to and including the one in question.
+        queues: True if the schedule is known to queue its transfers.
     """
     name = names[-1]
     if name.startswith(_RUNS_QUEUE):
@@ -94,8 +95,8 @@ def window_kind(names: Sequence[str], position: int) -> WindowKind:
 
 
 def _queued(names: Sequence[str], position: int) -> tuple[str, ...]:
-    """Return the transfers that the instruction at ``position`` carries out: those since the last
-    such instruction.
+    """Return the names of the queued transfers that the instruction at ``position`` carries out:
+    those since the last instruction of this kind.
     """
     found: list[str] = []
     if names[position].startswith(_RUNS_QUEUE):
@@ -108,33 +109,37 @@ def _queued(names: Sequence[str], position: int) -> tuple[str, ...]:
 
 
 SETTLED_STEPS = 2
-"""Steps observed before the first plan; they are slower because of initialisation."""
+"""Number of steps that are observed before the first plan; they are slower because of
+initialisation."""
 
 
 _MEMORY = 0.3
 
 
-_CLOCK_SECS = 0.0001  # Tolerance between two of a device's times, converted to the host's clock
+# Tolerance in seconds when times of a device, converted to the host's clock, are compared
+_CLOCK_SECS = 0.0001
 
 
 _SHARE_OF_A_STEP = 2.0
 
 
 class Wait(NamedTuple):
-    """One call in which the device may have waited, in one step."""
+    """One call of one step in which the device may have waited."""
 
-    position: int  # Index of the instruction; ``len(stream)`` is the time after the last
+    # Index of the instruction; the number of instructions stands for the time after the last one
+    position: int
     begin_secs: Any
     end_secs: Any
-    overrun_secs: float  # Time for which training then waited for a chunk
-    window: int | None  # Number of the window for which copies were admitted; None if they were not
+    overrun_secs: float  # Seconds for which training then waited for a chunk
+    window: int | None  # Number of the window for which copies were admitted; None if none were
 
 
 @dataclass(frozen=True, slots=True)
 class StepObservation:
     """Measurements of one step on the training thread.
 
-    Before :meth:`timed`, the times are stamps of the device's clock instead of seconds.
+    Before :meth:`timed` is called, the times are stamps of the device's clock instead of
+    seconds.
     """
 
     key: Hashable
@@ -144,11 +149,11 @@ class StepObservation:
     forwards: Sequence[tuple[Any, Any]] = ()
     backwards: Sequence[tuple[Any, Any]] = ()
     optimizer: tuple[Any, Any] | None = None
-    """Begin and end of the optimizer step; None if they are unknown."""
+    """Begin and end of the optimizer step; None if unknown."""
 
     def timed(self, clock: CopyEngine) -> StepObservation:
-        """Convert stamps to seconds. It waits until the device has finished the step, because only
-        then the stamps can be read."""
+        """Return a copy with stamps converted to seconds. Waits until the device has finished
+        the step, since stamps cannot be read before."""
         whole = [self.whole] if self.optimizer is None else [self.whole, self.optimizer]
         waits = [(wait.begin_secs, wait.end_secs) for wait in self.waits]
         parts = (whole, waits, self.forwards, self.backwards)
@@ -170,14 +175,16 @@ def _median_secs(pairs: Sequence[tuple[float, float]]) -> float:
 
 @dataclass
 class WindowMeter:
-    """Smoothed windows of one schedule. A wait at ``len(names)`` is the drain. Pure."""
+    """The windows of one schedule, smoothed over the steps. A wait at position ``len(names)`` is
+    the drain (after the last instruction). Pure."""
 
     names: Sequence[str]
     steps: int = 0
     step_secs: float = 0.0
     forward_secs: float = 0.0
     backward_secs: float = 0.0
-    # Begin and length, exponentially smoothed over the steps, by position and of the optimizer step
+    # Begin and length of each wait, by position, and of the optimizer step; exponentially
+    # smoothed over the steps
     _waits: dict[int, tuple[float, float]] = field(default_factory=dict)
     _optimizer: tuple[float, float] | None = None
 
@@ -220,7 +227,7 @@ class WindowMeter:
 
 
 def _smoothed(known: tuple[float, float] | None, *seen: float) -> tuple[float, float]:
-    """Return ``known``, smoothed with the values of one more step."""
+    """Return the values ``known``, smoothed with those of one more step."""
     old = known or seen
     start, length = (
         before + _MEMORY * (now - before) for before, now in zip(old, seen, strict=True)
@@ -239,11 +246,11 @@ def _between(taken: Iterable[tuple[float, float]], step_secs: float) -> Iterator
 
 @dataclass
 class BandwidthModel(Bandwidth):
-    """Measured bandwidths, and the usable fraction of each window.
+    """Measured copy bandwidths, and the usable fraction of each window.
 
-    Values are smoothed exponentially within bounds; the first few values of a tier are averaged. A
-    window shrinks if it was overrun, that is, if its copies still ran when training continued. It
-    grows again if it had time left.
+    Values are smoothed exponentially within bounds; the first few values of a tier are averaged.
+    The usable fraction shrinks if the window was overrun, that is, if its copies were still
+    running when training continued. It grows again if the window had time left.
     """
 
     window: float = 2e9
@@ -268,8 +275,8 @@ class BandwidthModel(Bandwidth):
         Args:
             position: index of the instruction.
             open_secs: length of the window.
-            overrun_secs: time for which training then waited for the copies.
-            full: all planned bytes were copied before the window closed.
+            overrun_secs: time for which training then waited for the copies to end.
+            full: True if all planned bytes were copied before the window closed.
         """
         old = self.factor(position)
         if overrun_secs > 0.1 * max(open_secs, SHORTEST_WINDOW_SECS):
@@ -281,7 +288,7 @@ class BandwidthModel(Bandwidth):
         self.observe_used(position, wanted)
 
     def observe_used(self, position: int, part: float) -> None:
-        """Learn the fraction ``part`` of one window's time that copies could use."""
+        """Learn from one window, of whose time copies could use the fraction ``part``."""
         old = self.factor(position)
         new = old + self.smoothing * (part - old)
         self._factors[position] = min(self.HIGHEST, max(self.LOWEST, new))
@@ -297,25 +304,27 @@ class BandwidthModel(Bandwidth):
         setattr(self, _BANDWIDTHS[tier], before + weight * (nbytes / secs - before))
 
 
-_BANDWIDTHS = {1: "window", 2: "compute", 3: "communication"}  # by tier
+# Name of the bandwidth of each tier
+_BANDWIDTHS = {1: "window", 2: "compute", 3: "communication"}
 
 
 class Pacer(VersionFeature):
     """Measures the windows of a running job, plans with HAS, and opens and closes the gate.
 
-    There is one for each engine. The training thread reports the begin and end of instructions
-    (:mod:`reft.engine.attach`). The copying thread passes the gate before every chunk, and renews
-    the plan after every version.
+    There is one pacer for each engine. The training thread reports the begin and end of
+    instructions (:mod:`reft.engine.attach`). The copying thread passes the gate before every
+    chunk, and makes a new plan after every version.
 
     Args:
-        has: settings.
+        has: settings of HAS (hierarchical asynchronous snapshotting).
         engine: the copy engine, which supplies the device's clock.
         stage_id: pipeline stage of this rank.
         stages: number of pipeline stages.
         micro_batches: micro-batches of a step.
-        ranks_here: ranks that compute on this node.
+        ranks_here: number of ranks that compute on this node.
         staging: device memory for bytes that fit no tier; None disables staging.
-        gate: gate between training and the copying thread; None selects the engine's.
+        gate: gate between training and the copying thread; None for the one that suits the
+            engine.
     """
 
     def __init__(
@@ -338,21 +347,23 @@ class Pacer(VersionFeature):
         self._pipeline = stages, micro_batches, stage_id
         share = has.compute_share
         if share is None:
-            # All of the computing time is used if copies do not slow down training, because they
-            # use direct memory access or a core that no rank of the node uses. Otherwise none is
-            # used: a chunk during computation was measured to cost more than waiting for it.
+            # If copies do not slow down training (they use direct memory access, or a core that
+            # no rank of the node uses), use all of the computing time. Otherwise use none: a
+            # chunk during computation was measured to cost more than waiting for it at the
+            # fence.
             spare = len(os.sched_getaffinity(0)) > ranks_here * torch.get_num_threads()
             share = 1.0 if engine.asynchronous or spare else 0.0
         self._limits = HasLimits(
             share, has.separate_links, Overflow(has.overflow), has.max_overhead
         )
-        # Until windows are measured, copies during computation run at the lowest pace.
+        # Until windows are measured, copy during computation at the lowest pace.
         nowhere_else = stages == 1 and share > 0
         pace = math.inf if share >= 1.0 else share * BandwidthModel.compute
         self.gate.share(share, UNLIMITED if nowhere_else else 0, pace)
         self._plan_key: Hashable = None
         self._budgets: Mapping[int, tuple[int | None, int]] = {}
-        """By position: window number (None during communication) and planned bytes."""
+        """Window number (None for communication) and planned bytes, by position of the
+        instruction."""
         self._meters: dict[Hashable, WindowMeter] = {}
         self._began: Any = None
         self._ended: Any = None
@@ -363,24 +374,26 @@ class Pacer(VersionFeature):
         self._opened: tuple[int, Any, tuple[int | None, int] | None] | None = None
         self._ordinal = 0
         self._planned_step = False
-        self._queued: Sequence[ChunkRecord] = ()  # Chunks of the newest version
+        # Chunks of the newest version, whose step may not be evaluated yet
+        self._queued: Sequence[ChunkRecord] = ()
         self._falls_back = False
         self._told_of_formulas = False
 
     # -- training thread ---------------------------------------------------------------------------
 
     def begin_step(self, key: Hashable) -> None:
-        """Record that the engine begins to execute the schedule with this key."""
+        """Record that the engine begins to execute the schedule that ``key`` identifies."""
         self._planned_step = self.plan is not None and key == self._plan_key
         self._ordinal = 0
         self._began = self.stamp()
 
     def open(self, position: int, receives: bool) -> None:
-        """Record that an instruction begins in which the device may wait; may open the gate.
+        """Record that an instruction begins in which the device may wait, and open the gate if
+        copies are planned for it.
 
         Args:
             position: index of the instruction in the step's stream.
-            receives: it is a receive. Before anything was measured, each receive is a window.
+            receives: True for a receive. Before anything was measured, each receive is a window.
         """
         budget: tuple[int | None, int] | None = None
         mark: Any = None
@@ -403,12 +416,12 @@ class Pacer(VersionFeature):
         position, began, opened = self._opened
         self._opened = None
         overrun = self.gate.close() if opened is not None else 0.0
-        # Copies during communication carry no information about windows.
+        # Copies during communication say nothing about windows.
         window = None if opened is None else opened[0]
         self._waits.append(Wait(position, began, self.stamp(), overrun, window))
 
     def begin_optimizer(self) -> None:
-        """Record that the optimizer step begins, the deadline of copies."""
+        """Record that the optimizer step begins, which is the deadline of copies."""
         self._optimizer_began = self.stamp()
 
     def end_optimizer(self) -> None:
@@ -426,14 +439,16 @@ class Pacer(VersionFeature):
         """Record that the step has ended, and pass its measurements to the copying thread.
 
         Args:
-            key: as in :meth:`begin_step`; without that call, the step began when the last ended.
-            names: class names of its instructions.
-            forwards: pairs of :attr:`stamp`, before and after each forward pass.
+            key: as in :meth:`begin_step`. If that was not called, the step began when the last
+                one ended.
+            names: class names of the step's instructions.
+            forwards: stamps of the device's clock before and after each forward pass.
             backwards: the same for backward passes.
         """
         ended = self.stamp()
         began = self._began if self._began is not None else self._ended
-        # Only steps with an optimizer step count: an evaluation has other windows and no deadline.
+        # Evaluate only steps with an optimizer step: an evaluation has different windows and no
+        # deadline.
         if began is not None and trains(names):
             seen = (self._waits, forwards, backwards, self._optimizer)
             self._observed.append(StepObservation(key, names, (began, ended), *seen))
@@ -444,14 +459,14 @@ class Pacer(VersionFeature):
 
     @property
     def advised_interval_steps(self) -> int:
-        """Steps between versions such that each fits into the windows, as planned."""
+        """Steps between versions with which, by the plan, each version fits into the windows."""
         plan = self.plan
         if plan is None or plan.overflow is Overflow.STALL:
             return 1
         return plan.advised_interval_steps
 
     def committed(self, version: CopiedVersion) -> None:
-        """Plan the next versions from the measurements of this one, if it was paced."""
+        """Plan the next versions from the measurements of this one, if this one was paced."""
         if not version.is_paced:
             return
         self.version_done(version.writer.layout.mine.device_bytes, version.records)
@@ -459,18 +474,18 @@ class Pacer(VersionFeature):
             self._staging.reserve(self.plan.staged_bytes)
 
     def version_done(self, sections: Mapping[str, int], chunks: Sequence[ChunkRecord]) -> None:
-        """Learn from a copied version, and plan the next ones.
+        """Learn from a copied version, and plan the next versions.
 
         Args:
-            sections: bytes of the version by section.
-            chunks: its chunks.
+            sections: bytes that were copied for the version, by section.
+            chunks: the version's chunks.
         """
         self._learn(chunks)
-        # A version may be committed before its step has ended. That step is evaluated with the next
-        # version, so its chunks are kept until then.
+        # A version may be committed before the step in which it was copied has ended. This step
+        # is evaluated with the next version, so keep the chunks until then.
         queued, self._queued = [*self._queued, *chunks], chunks
         last: StepObservation | None = None
-        # Steps that are added during this loop are left out: ``timed`` would wait for the device,
+        # Leave out steps that are added during this loop: ``timed`` would wait for the device,
         # which always lags behind the host.
         for _ in range(len(self._observed)):
             last = self._observed.popleft().timed(self._engine)
@@ -492,7 +507,8 @@ class Pacer(VersionFeature):
         beside: dict[int, tuple[int | None, int]] = {
             position: (None, nbytes) for position, nbytes in plan.beside_communication().items()
         }
-        # A window admits its own bytes and, for engines that queue, its part of tier 2.
+        # A window admits its own bytes and its part of tier 2, which matters for engines that
+        # queue copies.
         part = -(-plan.tier_bytes[2] // max(1, len(plan.windows)))
         self._budgets = beside | {
             p.position: (i, p.nbytes + part)
@@ -503,8 +519,9 @@ class Pacer(VersionFeature):
         self._share(plan)
 
     def _share(self, plan: HasSchedule) -> None:
-        """Pass the plan for tier 2 to the gate."""
-        # If copies do not slow down training, they are not spread, which would only delay them.
+        """Tell the gate how to copy during computation (tier 2)."""
+        # If copies do not slow down training, do not spread them over time, which would only
+        # delay them.
         free = self._limits.compute_share >= 1.0
         nbytes = 0 if plan.windows else plan.tier_bytes[2]
         secs = sum(interval.length_secs for interval in plan.computing)
@@ -513,9 +530,11 @@ class Pacer(VersionFeature):
 
     def _learn(self, chunks: Sequence[ChunkRecord]) -> None:
         in_windows = any(c.tier == 1 for c in chunks)
-        # For queued copies, the part within a window is known only after their step was timed.
+        # For queued copies, the part within a window is known only when the times of their step
+        # are.
         for tier in (2, 3) if in_windows and self._engine.asynchronous else (1, 2, 3):
-            # Without windows, copies that training waited for (tier 0) give the rate of windows.
+            # If no copies ran in windows, take the rate of windows from copies that training
+            # waited for (tier 0).
             mine = [
                 c
                 for c in chunks
@@ -539,7 +558,8 @@ class Pacer(VersionFeature):
                 )
 
     def _judge_queued(self, step: StepObservation, chunks: Sequence[ChunkRecord]) -> None:
-        """The same for copies that are queued on a device, and may continue after their window.
+        """Learn the same from copies that are queued on a device and may continue after their
+        window.
 
         The chunks' times show which part was copied within the window, and the rates within and
         after it.
@@ -586,8 +606,8 @@ class Pacer(VersionFeature):
         )
 
     def _communicating(self, meter: WindowMeter, windows: Collection[int]) -> list[Interval]:
-        """Return intervals in which only the network is busy, except sends that are windows
-        already.
+        """Return the intervals in which only the network is busy, without sends that are already
+        used as windows.
         """
         if not self._limits.separate_links:
             return []
@@ -629,8 +649,8 @@ class Pacer(VersionFeature):
         pipeline = AnalyticEstimator(stages, micro_batches, meter.forward_secs, meter.backward_secs)
         paper = estimator == "paper"
         formula = paper_windows(pipeline, stage_id) if paper else pipeline.windows(stage_id)
-        # In the formulas, the drain begins before the reductions. The engine waits for the other
-        # stages after them.
+        # In the formulas, the drain begins before the reductions; the engine, however, waits for
+        # the other stages after the reductions.
         ends = len(meter.names)
         return tuple(
             Window(
@@ -643,7 +663,8 @@ class Pacer(VersionFeature):
         )
 
     def _is_of_formulas(self, meter: WindowMeter) -> bool:
-        """Return whether the formulas apply: their positions are those of 1F1B."""
+        """Return whether the formulas of 1F1B apply to a schedule, which they do if the
+        instructions are at the same positions."""
         if tuple(meter.names) == one_f_one_b_names(*self._pipeline):
             return True
         if not self._told_of_formulas:

@@ -3,24 +3,26 @@
 A window is a time within a step in which the device of a pipeline stage waits. Copies inside a
 window cost training nothing. There are three ways to find windows:
 
-- ``paper``: the total length of Algorithm 1, distributed over the places where the stage waits;
-- ``analytic``: the true idle time of 1F1B with equal stages and free transfers, in DeepSpeed's
-  order;
-- ``profiled``: measured (``reft profile``, or the hook while the job runs).
+- ``paper``: the total length from the REFT paper's Algorithm 1, distributed over the places
+  where the stage waits;
+- ``analytic``: the true idle time of a 1F1B pipeline with equal stages and transfers that take
+  no time, in DeepSpeed's order of instructions;
+- ``profiled``: measured idle times (by ``reft profile``, or in the running job).
 
-For equal stages and free transfers, ``analytic`` equals the result of the discrete-event simulator
-in ``benchmarks/simulator``, window by window.
+Under these assumptions, ``analytic`` gives the same windows as the discrete-event simulator in
+``benchmarks/simulator``.
 
 From windows, bytes and bandwidths, :func:`plan_schedule` makes a frozen plan (Algorithm 1, with the
 corrections listed in ``docs/how-it-works.md``). It fills these tiers in order:
 
-1. in bubbles, while the device waits;
-2. during computation, at a bounded share of its time;
+1. in windows (bubbles), while the device waits;
+2. during computation, in a bounded fraction of its time;
 3. during communication, only if training and snapshots use separate links.
 
 The deadline is the next optimizer step. Bytes that fit no tier cannot be spread over several
-iterations, because a version is the state after exactly one step. Either the optimizer step waits
-for them, or snapshots are taken less often, or they are staged on the device (:class:`Overflow`).
+iterations, because a version is the state after exactly one step. Instead the optimizer step
+waits for these bytes, or snapshots are taken less often, or the bytes are staged on the device
+(:class:`Overflow`).
 """
 
 from __future__ import annotations
@@ -36,12 +38,12 @@ from reft.snapshot.gate import ChunkRecord
 
 
 class WindowKind(StrEnum):
-    """Reason for which the stage waits.
+    """Why the stage waits in a window.
 
-    - FILL: before its first forward.
-    - MID: between its warm-up forwards and its first backward.
-    - COOL_DOWN: between its last backwards.
-    - DRAIN: after its last backward, until all stages have finished.
+    - FILL: before its first forward pass.
+    - MID: between its warm-up forward passes and its first backward pass.
+    - COOL_DOWN: between its last backward passes.
+    - DRAIN: after its last backward pass, until all stages have finished.
     - OTHER: any other reason (stragglers, slow links, other schedules).
     """
 
@@ -57,11 +59,12 @@ class Window:
     """An idle interval of one stage within one step."""
 
     kind: WindowKind  # Reason of the wait
-    start_secs: float  # Begin, relative to the begin of the stage's first instruction of the step
-    stop_secs: float  # End, on the same clock
-    # Index of the instruction during which the device waits (a receive, a reduction), in the
-    # stage's flattened instruction stream of one step. The window opens right before it. The drain
-    # opens before the first reduction after the last backward.
+    # Begin, in seconds since the begin of the stage's first instruction in the step
+    start_secs: float
+    stop_secs: float  # End, likewise
+    # Index of the instruction during which the device waits (a receive, a reduction) in the
+    # stage's flattened instruction stream of one step. The window opens right before this
+    # instruction. The drain opens before the first reduction after the last backward pass.
     position: int
 
     def __post_init__(self) -> None:
@@ -84,10 +87,12 @@ class Window:
 
 @dataclass(frozen=True)
 class AnalyticEstimator:
-    """True idle windows of 1F1B with equal stages and free transfers, in DeepSpeed's order.
+    """The true idle windows of 1F1B with equal stages and transfers that take no time, in
+    DeepSpeed's order.
 
-    With P stages, stage p and m micro-batches, every stage is idle (P-1)(t_f + t_b) of the
-    (m+P-1)(t_f + t_b) seconds of a step:
+    With P stages, m micro-batches, and t_f and t_b seconds for the forward and the backward pass
+    of a micro-batch, every stage p is idle for (P-1)(t_f + t_b) of the (m+P-1)(t_f + t_b)
+    seconds of a step:
 
     ======== =================================== ==========================================
     fill     before F_0                          p t_f
@@ -102,8 +107,8 @@ class AnalyticEstimator:
 
     stages: int  # P
     micro_batches: int  # m
-    forward_secs: float  # t_f, forward of one micro-batch on one stage
-    backward_secs: float  # t_b, backward of one micro-batch on one stage
+    forward_secs: float  # t_f, forward pass of one micro-batch on one stage
+    backward_secs: float  # t_b, backward pass of one micro-batch on one stage
 
     def __post_init__(self) -> None:
         if self.stages < 1 or self.micro_batches < 1:
@@ -151,17 +156,20 @@ class AnalyticEstimator:
 
 
 def paper_windows(pipeline: AnalyticEstimator, stage_id: int) -> tuple[Window, ...]:
-    """Return the bubble of REFT's Algorithm 1: ``T_bubble = (2.8 P - p - 2) * T_fw,bw``.
+    """Return windows with the total length from REFT's Algorithm 1: ``T_bubble = (2.8 P - p - 2)
+    * T_fw,bw``.
 
-    The printed formula contains P and \\|P\\|, which are both the number of stages. It gives a
-    total length but no positions. With T_fw,bw = t_f + t_b it is 1.85 to 3.6 times the true idle
-    time (P = 2 to 16), so copies continue into computation. With t_f alone, and t_b = 1.8 t_f, it
-    would be the true idle time without the leading fill, plus 0.8 t_f.
+    The printed formula contains P and \\|P\\|, which both are the number of stages. It gives a
+    total length but no positions. With T_fw,bw = t_f + t_b the length is 1.85 to 3.6 times the
+    true idle time (P = 2 to 16), so copies continue into computation. With T_fw,bw = t_f, and
+    t_b = 1.8 t_f, it would be the true idle time without the fill at the beginning, plus 0.8
+    t_f.
 
     The length is distributed over the positions where the stage really waits (those of
-    :class:`AnalyticEstimator`, without the fill), in proportion to their true lengths. A stretched
-    window delays the next one, and the last may end after the step. A pipeline of one stage has no
-    windows, although the formula is positive.
+    :class:`AnalyticEstimator`, without the fill), in proportion to their true lengths. A window
+    that is longer than the true one delays the next window, and the last window may end after
+    the step. A pipeline of one stage has no windows, although the formula gives a positive
+    length.
     """
     places = [w for w in pipeline.windows(stage_id) if w.kind is not WindowKind.FILL]
     total_secs = (2.8 * pipeline.stages - stage_id - 2) * (
@@ -213,42 +221,44 @@ class InstructionRecord:
     # Index in the stage's flattened instruction stream of one step, without woven instructions
     position: int
     name: str  # Class name, for example ``"RecvActivation"``
-    micro_batch: int | None  # Its micro-batch; None if the schedule does not specify one
-    begin_secs: float  # Begin of its call
-    end_secs: float  # Return of its call
+    # Micro-batch of the instruction; None if the schedule does not specify one
+    micro_batch: int | None
+    begin_secs: float  # Time at which the instruction's call began
+    end_secs: float  # Time at which the call returned
 
 
 @dataclass(frozen=True, slots=True)
 class StepTrace:
     """One training step of one rank."""
 
-    step: int  # Global step after it (``engine.global_steps``)
+    step: int  # ``engine.global_steps`` after the step
     rank: int
     stage_id: int
-    begin_secs: float  # Begin of the schedule's execution
-    end_secs: float  # End of reft's work at the step boundary
+    begin_secs: float  # Time at which the engine began to execute the schedule
+    end_secs: float  # Time at which reft's work at the step boundary ended
     instructions: tuple[InstructionRecord, ...]  # In order of execution
     # Chunks of the version that was copied *during* this step, in order of copying
     chunks: tuple[ChunkRecord, ...]
-    fence_secs: float  # Time for which training waited before the optimizer step
+    fence_secs: float  # Seconds for which training waited for copies before the optimizer step
 
 
 # -- the plan --------------------------------------------------------------------------------------
 
 
 SHORTEST_WINDOW_SECS = 0.0002
-"""Shorter waits are not used. Waking the copying thread takes about a tenth of this time."""
+"""Shorter waits are not used as windows. Waking up the copying thread takes about a tenth of
+this time."""
 _LONGEST_INTERVAL = 2**62
 
 
 class Overflow(StrEnum):
-    """Handling of bytes that fit no tier.
+    """What happens with bytes that fit no tier.
 
-    - STALL: the optimizer step waits until they are copied.
+    - STALL: the optimizer step waits until these bytes are copied.
     - INTERVAL: snapshots are taken less often, so that the wait stays within the allowed overhead.
-    - STAGING: they are copied within the device at the deadline, and drained in the following
-      iterations (CheckFreq's GPU mode). This gains nothing if the state is in host memory, because
-      the staging copy takes as long as the final copy.
+    - STAGING: these bytes are copied within the device at the deadline, and from there to the
+      host during the following iterations (CheckFreq's GPU mode). This gains nothing if the
+      state is in host memory, because the staging copy takes as long as the final copy.
     """
 
     STALL = "stall"
@@ -262,7 +272,7 @@ class Interval:
 
     start_secs: float
     stop_secs: float
-    position: int | None = None  # Index of the communication instruction, for the gate
+    position: int | None = None  # Index of the communication instruction; None for computation
 
     @property
     def length_secs(self) -> float:
@@ -274,7 +284,7 @@ class Bandwidth:
     """Rates of copies in bytes per second."""
 
     window: float  # While the device waits
-    compute: float  # During computation, counted only over the time in which copies run
+    compute: float  # During computation, over the time in which copies actually run
     communication: float = 0.0  # While activations or gradients move over another link
 
     def __post_init__(self) -> None:
@@ -282,7 +292,8 @@ class Bandwidth:
             raise ConfigError(f"bandwidths must be positive bytes per second; got {self}")
 
     def factor(self, position: int) -> float:
-        """Return the usable fraction of the nominal bytes of the window at a position."""
+        """Return the fraction of a window's nominal bytes (length times bandwidth) that is
+        planned for the window at a position."""
         return 1.0
 
 
@@ -292,7 +303,7 @@ class HasLimits:
 
     # Largest fraction of the computing time in which copies may run (tier 2), 0 to 1
     compute_share: float = 0.0
-    # Training and snapshots use different links, which allows tier 3
+    # True if training and snapshots use different links, which allows tier 3
     separate_links: bool = False
     overflow: Overflow = Overflow.STALL  # Handling of bytes that fit no tier
     # Allowed overhead as a fraction of the training time; determines the advised interval
@@ -321,18 +332,20 @@ class PlannedBytes:
 class HasSchedule:
     """The plan of one rank for one iteration."""
 
-    sections: Mapping[str, int]  # Bytes of this rank by section of the stage image
-    # Tier 1: one entry for each usable window, in order of time (index = window number)
+    sections: Mapping[str, int]  # Bytes that this rank copies, by section of the stage image
+    # Tier 1: one entry for each usable window, in order of time; the index is the window's
+    # number
     windows: tuple[PlannedBytes, ...]
     computing: tuple[PlannedBytes, ...]  # Tier 2
     communicating: tuple[PlannedBytes, ...]  # Tier 3
     step_secs: float  # Duration of an iteration without snapshots
     left_over_bytes: int  # Bytes that fit no tier before the optimizer step
-    left_over_secs: float  # Time for which the optimizer step would wait for them
-    advised_interval_steps: int  # Smallest interval within the allowed overhead
+    left_over_secs: float  # Seconds for which the optimizer step would wait for these bytes
+    # Smallest interval between versions, in steps, that keeps the allowed overhead
+    advised_interval_steps: int
     overflow: Overflow = Overflow.STALL
     staged_bytes: int = 0  # Bytes copied within the device at the deadline
-    estimator: str = ""  # Source of the windows
+    estimator: str = ""  # Source of the windows: "paper", "analytic" or "profiled"
 
     @property
     def total_bytes(self) -> int:
@@ -353,15 +366,15 @@ class HasSchedule:
         return self.left_over_bytes == 0
 
     def compute_share(self, bytes_per_sec: float) -> float:
-        """Return the fraction of the computing time in which tier 2 copies run, at the given
-        bandwidth.
+        """Return the fraction of the computing time in which the copies of tier 2 run at the
+        given bandwidth.
         """
         secs = sum(p.length_secs for p in self.computing)
         return min(1.0, self.tier_bytes[2] / bytes_per_sec / secs) if secs else 0.0
 
     def beside_communication(self) -> dict[int, int]:
-        """Return bytes by position of the communication instruction; empty if tiers 1 and 2
-        suffice.
+        """Return the bytes of tier 3 by position of the communication instruction; empty if
+        tiers 1 and 2 suffice.
         """
         return {
             p.position: p.nbytes for p in self.communicating if p.position is not None and p.nbytes
@@ -385,17 +398,17 @@ def plan_schedule(
         sections: bytes that this rank copies (its shard and redundancy, not the complete stage), by
             section.
         windows: windows of this stage, in order of time.
-        bandwidth: rates in each situation.
+        bandwidth: rates of copies in each situation.
         step_secs: duration of an iteration without snapshots; the optimizer step at its end is the
             deadline.
         computing: intervals in which the device computes; without any, tier 2 is not used.
-        communicating: intervals in which only the network is busy; used if
+        communicating: intervals in which only the network is busy; used only if
             ``limits.separate_links``.
         limits: limits of the plan.
         estimator: source of the windows, for reports.
 
     Raises:
-        ConfigError: a size is negative, or staging has no memory.
+        ConfigError: a size is negative, or staging was chosen without memory for it.
     """
     total = sum(sections.values())
     if total < 0 or any(n < 0 for n in sections.values()):
@@ -434,7 +447,7 @@ def plan_schedule(
 
 
 def advised_interval(stall_secs: float, step_secs: float, max_overhead: float) -> int:
-    """CheckFreq's ``k = ceil(To / (p Ti))``, at least 1."""
+    """Return CheckFreq's interval ``k = ceil(To / (p Ti))`` in steps, at least 1."""
     if stall_secs <= 0 or step_secs <= 0:
         return 1
     if max_overhead <= 0:
@@ -445,8 +458,8 @@ def advised_interval(stall_secs: float, step_secs: float, max_overhead: float) -
 
 
 def _draining_steps(staged: int, *tiers: tuple[PlannedBytes, ...]) -> int:
-    """Return the number of iterations until staged bytes have left the device and the next version
-    can be staged.
+    """Return the number of iterations until the staged bytes have been copied to the host, so
+    that the next version can be staged.
     """
     capacity = sum(p.capacity_bytes for tier in tiers for p in tier)
     return 1 + math.ceil(staged / capacity) if staged and capacity else 1
@@ -460,15 +473,15 @@ def _room(tier: int, at: Window | Interval, bytes_per_sec: float, kind: str) -> 
 def _fill(
     rooms: Sequence[PlannedBytes], nbytes: int, *, evenly: bool = False
 ) -> tuple[tuple[PlannedBytes, ...], int]:
-    """Distribute bytes over rooms.
+    """Distribute bytes over windows or intervals.
 
     Args:
-        rooms: capacities, in order of time.
+        rooms: windows or intervals with their capacities, in order of time.
         nbytes: bytes to distribute.
-        evenly: fill all rooms to the same degree; otherwise the earliest first.
+        evenly: True to fill all rooms to the same fraction, False to fill the earliest first.
 
     Returns:
-        The filled rooms, and the bytes that are left.
+        The rooms with their bytes, and the number of bytes that did not fit.
     """
     total, rest = sum(room.capacity_bytes for room in rooms), nbytes
     filled: list[PlannedBytes] = []

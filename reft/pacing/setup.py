@@ -16,17 +16,17 @@ class CopySetup:
     """The copy engine of one rank, with staging and pacing.
 
     Args:
-        config: the block.
+        config: the ``reft`` block.
         device: device of the training state.
         stage_id: pipeline stage of this rank.
         stages: number of pipeline stages of the job.
-        micro_batches: micro-batches of a step.
-        ranks_here: ranks on this node.
+        micro_batches: number of micro-batches in a step.
+        ranks_here: number of ranks on this node.
 
     Attributes:
         variant: selects when bytes are copied.
-        engine: copies bytes, by a thread or on a stream of the device.
-        pacer: finds the times at which training leaves room for copies.
+        engine: copy engine, which copies bytes by a thread or on a stream of the device.
+        pacer: finds the times in a step at which copies do not disturb training.
     """
 
     def __init__(
@@ -62,12 +62,12 @@ class CopySetup:
         return self.variant is not Variant.NONE
 
     def begin_optimizer(self) -> None:
-        """The optimizer step begins."""
+        """Tell the pacer that the optimizer step begins."""
         if self.takes_versions:
             self.pacer.begin_optimizer()
 
     def end_optimizer(self) -> None:
-        """The optimizer step has ended."""
+        """Tell the pacer that the optimizer step has ended."""
         if self.takes_versions:
             self.pacer.end_optimizer()
 

@@ -19,7 +19,8 @@ logger = logging.getLogger(__name__)
 _ALIGNMENT_BYTES = 256
 
 
-_HEADROOM = 1.125  # Factor on the planned size, because windows differ from step to step
+# Factor by which more memory is allocated than planned, because windows differ from step to step
+_HEADROOM = 1.125
 
 
 _KEPT_PLANS = 16
@@ -31,10 +32,11 @@ _MOST_PLANS_WITHOUT = 64
 class StagingArea:
     """Device memory for the part of a version that cannot reach the host before the optimizer step.
 
-    This is CheckFreq's GPU mode: the fence waits for a copy within the device instead of one to
-    host memory, and the windows of the following steps drain it. The memory is allocated when a
-    plan needs it, and leaves a margin for training. It is released when a plan needs more, or when
-    no plan has needed it for a while. Used by the copying thread only.
+    This is CheckFreq's GPU mode: at the fence training waits for a copy within the device
+    instead of one to host memory, and in the windows of the following steps the staged bytes are
+    copied to the host. The memory is allocated when a plan needs it, and a margin is left for
+    training. It is released when a plan needs more (and then allocated again), or when no plan
+    has needed it for a while. Used by the copying thread only.
     """
 
     def __init__(self, engine: CopyEngine) -> None:
@@ -57,18 +59,19 @@ class StagingArea:
         if self._plans_without:
             self._plans_without -= 1
             return self.capacity_bytes
-        # Not the sum of both: torch before 2.5 caches released memory, which free_bytes does not
-        # include.
+        # The maximum, not the sum: torch before 2.5 caches memory that the area releases, and
+        # free_bytes does not include that.
         return max(self.capacity_bytes, self._engine.free_bytes)
 
     def reserve(self, nbytes: int) -> bool:
-        """Allocate memory for a plan. Nothing may be staged at that time.
+        """Allocate memory for a plan. Must not be called while bytes are staged.
 
         Args:
-            nbytes: bytes that the plan stages.
+            nbytes: number of bytes that the plan stages.
 
         Returns:
-            False if the allocation failed, which is logged; the fence then waits for these bytes.
+            False if the allocation failed, which is logged; training then waits for these bytes
+            at the fence.
         """
         if not nbytes:
             self._unused_plans += 1
@@ -78,7 +81,7 @@ class StagingArea:
         self._unused_plans = 0
         if nbytes <= self.capacity_bytes:
             return True
-        # Released first, because the device may not have room for the old and the new memory.
+        # Release the old memory first, because the device may not have room for both.
         self._give_back()
         wanted = max(nbytes, min(int(_HEADROOM * nbytes), self._engine.free_bytes))
         try:
@@ -98,8 +101,8 @@ class StagingArea:
         self._engine.release_staging()
 
     def first_fitting(self, chunks: Sequence[Chunk]) -> int:
-        """Return the index of the first chunk such that it and all later ones fit; ``len(chunks)``
-        if none does.
+        """Return the index of the first chunk from which on all chunks fit into the area;
+        ``len(chunks)`` if none does.
         """
         left, number = self.capacity_bytes, len(chunks)
         while number and (left := left - aligned(chunks[number - 1].nbytes, _ALIGNMENT_BYTES)) >= 0:
@@ -107,7 +110,8 @@ class StagingArea:
         return number
 
     def stage(self, chunks: Sequence[Chunk], first: int) -> list[StagedChunk]:
-        """Copy the chunks from index ``first`` into the staging area; the fence waits for that."""
+        """Copy the chunks from index ``first`` on into the staging area. Training waits for this
+        copy at the fence."""
         assert self._memory is not None
         parts: list[Part] = []
         at = 0

@@ -12,10 +12,10 @@ from reft.snapshot.gate import ChunkRecord
 
 
 class TraceReceiver(Protocol):
-    """Receives the traces of steps; the profiler does.
+    """Receives the traces of steps. Implemented by the profiler.
 
     Attributes:
-        measuring: whether it needs more of them.
+        measuring: whether further traces are needed.
     """
 
     @property
@@ -25,17 +25,19 @@ class TraceReceiver(Protocol):
 
 
 class Tracer:
-    """Collects the traces of one rank. Executors of pipeline instructions add to it. Used by the
-    training thread.
+    """Collects the traces of one rank, to which the executors of pipeline instructions add. Used
+    by the training thread.
 
     Attributes:
-        traces: traces of the newest steps, if a bounded deque is set; None if steps are not traced.
-        profiler: receives traces; None if no profile is made.
-        mark: returns a mark of the device's clock; None if only the host's clock is read.
+        traces: bounded deque for the traces of the newest steps, if set; None if steps are not
+            kept.
+        profiler: receiver of traces; None if no profile is made.
+        mark: function that marks the current point on the device's clock; None if only the
+            host's clock is read.
         woven: whether the instructions of a pipeline are recorded.
         records: instructions of the current step.
-        marks: marks of the device's clock, before and after each of them.
-        began: begin of the last schedule, seconds of ``time.perf_counter``.
+        marks: marks of the device's clock before and after each instruction in ``records``.
+        began: time at which the last schedule began, in seconds of ``time.perf_counter``.
     """
 
     def __init__(self, rank: int, stage_id: int) -> None:
@@ -56,14 +58,15 @@ class Tracer:
         """Add the trace of a step that has ended.
 
         Args:
-            step: the engine's number of the step.
-            chunks: copies since the previous step; the queue is emptied.
+            step: number of the step in the engine.
+            chunks: chunks that were copied since the previous step; this queue is emptied.
             fence_secs: time for which training waited for copies.
         """
         records, self.records = self.records, []
         marks, self.marks = self.marks, []
         copied = []
-        # No lock: the copying thread appends meanwhile, and both operations of a deque are atomic.
+        # No lock is needed although the copying thread appends at the same time: both operations
+        # of a deque are atomic.
         while chunks:
             copied.append(chunks.popleft())
         trace = StepTrace(

@@ -1,16 +1,17 @@
 """Weaves snapshot instructions into the schedule that a pipeline engine executes.
 
-The engine's ``_exec_schedule`` is wrapped on the instance. It receives a schedule with the same
-training instructions in the same order, and with snapshot instructions around those in which the
-device may wait. These are subclasses of DeepSpeed's ``PipeInstruction``, and are looked up in this
-engine's copy of ``_INSTRUCTION_MAP``. Any schedule class works: 1F1B, inference, data parallel,
-zero-bubble, a user's own. Only the names of instructions must be known.
+The engine's ``_exec_schedule`` is wrapped on the instance. The original method gets a schedule
+with the same training instructions in the same order, and with snapshot instructions around
+those in which the device may wait. Snapshot instructions are subclasses of DeepSpeed's
+``PipeInstruction``, which the engine looks up in its own copy of ``_INSTRUCTION_MAP``. Any
+schedule class works: 1F1B, inference, data parallel, zero-bubble, a user's own. Only the names
+of its instructions must be known.
 
-Bubble time is spent *inside* receives, so a window opens before a receive and closes after it. If a
-schedule queues its transfers (DualPipeV), the window is around the instruction that carries them
-out. The wait for the other stages at the end of a step, inside ``_aggregate_total_loss``, is not a
-window: a version begins only with the next step, because the script may change the state until
-then.
+Bubble time is spent *inside* receives, so a window opens before a receive and closes after it.
+If a schedule queues its transfers (DualPipeV), the window is around the instruction that carries
+the transfers out. The wait for the other stages at the end of a step, inside
+``_aggregate_total_loss``, is not a window: a version is taken only when the next step begins,
+because the script may change the state until then.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ from reft.wrapping import wrap
 
 
 class OpenSnapshotWindow(PipeInstruction):  # type: ignore[misc]
-    """The device is about to wait, so snapshot copies may run.
+    """Instruction that marks where the device is about to wait, so that snapshot copies may run.
 
     Args:
         window_id: position of the waiting instruction in the step.
-        receives: whether it is a receive.
+        receives: whether the waiting instruction is a receive.
     """
 
 
 class CloseSnapshotWindow(PipeInstruction):  # type: ignore[misc]
-    """The device continues, so snapshot copies stop.
+    """Instruction that marks where the device continues, so that snapshot copies stop.
 
     Args:
         window_id: position of the waiting instruction in the step.
@@ -54,13 +55,15 @@ def _steps(names: list[str]) -> bool:
 
 
 class WovenSchedule:
-    """A schedule with snapshot instructions. All other attributes are the schedule's own.
+    """A schedule with snapshot instructions woven in. All other attributes are those of the
+    original schedule.
 
     Args:
         schedule: the schedule of training instructions.
-        seen: receives the names of the instructions, in order.
-        queues: whether its transfers are known to be queued, as in DualPipeV. If False, this is
-            detected at the first instruction that carries out queued transfers.
+        seen: list to which the names of the executed instructions are appended, in order.
+        queues: whether the schedule is known to queue its transfers, as DualPipeV does. If
+            False, queueing is detected at the first instruction that carries out queued
+            transfers.
     """
 
     def __init__(self, schedule: Any, *, seen: list[str], queues: bool = False) -> None:
@@ -91,7 +94,8 @@ class WovenSchedule:
 
 
 class InstructionReport(Protocol):
-    """Receives which instruction the training thread executes; the progress page does."""
+    """Receives the name of the instruction that the training thread executes. Implemented by the
+    progress page, a shared-memory page of this trainer."""
 
     def number_of(self, name: str) -> int: ...
 
@@ -108,7 +112,8 @@ class WovenSession(Protocol):
 
 
 class Weaver:
-    """Weaves the schedules of a pipeline engine. Created once, by ``attach``.
+    """Weaves snapshot instructions into the schedules of a pipeline engine. Created once, by
+    ``attach``.
 
     Before every schedule it decides whether to weave, and whether to time every instruction.
     """
@@ -126,11 +131,12 @@ class Weaver:
         tracer.woven = True
         self._computing: dict[str, list[tuple[Any, Any]]] = {"ForwardPass": [], "BackwardPass": []}
         self._streams: dict[Hashable, list[str]] = {}
-        """Names of the executed instructions, by schedule."""
+        """Names of the executed instructions, by key of the schedule."""
         self._counts: Counter[str] = Counter()
         self._position = 0
         self._drains: Hashable = None
-        """Key of a schedule that ended with the optimizer step, until its loss is aggregated."""
+        """Key of a schedule that has ended with the optimizer step and whose loss is not
+        aggregated yet; otherwise None."""
         self._source: Mapping[type, Callable[..., Any]] = {}
         self._maps: dict[bool, Mapping[type, Callable[..., Any]]] = {}
         for name, around in (
@@ -147,7 +153,7 @@ class Weaver:
         traced = self._tracer.active
         for stamps in self._computing.values():
             stamps.clear()
-        # P1: set on the instance. The class, and every other engine, executes as before.
+        # P1: set on the instance, so that the class and every other engine execute as before.
         engine._INSTRUCTION_MAP = self._instruction_map(engine, traced)
         copying = self._copying
         paced = copying.variant is Variant.HAS or copying.pacer.gate.wanted
@@ -162,7 +168,7 @@ class Weaver:
         try:
             result = original(woven)
         finally:
-            self._pacer.close()  # Also after an error, no window may stay open
+            self._pacer.close()  # No window may stay open, even after an error
         self._streams[key] = names
         if _steps(names):
             self._drains = key
@@ -173,7 +179,8 @@ class Weaver:
     def _aggregate(
         self, engine: Any, original: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Wraps the aggregation of a step's loss, where stages wait for each other."""
+        """Call the aggregation of a step's loss, where stages wait for each other, and end the
+        step for the pacer."""
         self._progress.instruction(self._progress.number_of("AggregateTotalLoss"))
         if (key := self._drains) is None:
             return original(*args, **kwargs)
@@ -199,12 +206,13 @@ class Weaver:
     # -- timing ------------------------------------------------------------------------------------
 
     def _instruction_map(self, engine: Any, traced: bool) -> Mapping[type, Callable[..., Any]]:
-        """Return the engine's instruction map: its class's present map, and the snapshot
-        instructions.
+        """Return the instruction map for this engine: the current map of its class, and the
+        snapshot instructions.
 
         Args:
             engine: the engine.
-            traced: time every instruction; otherwise only forward and backward passes.
+            traced: True to time every instruction, False to time only forward and backward
+                passes.
         """
         source = type(engine)._INSTRUCTION_MAP
         if source != self._source:
@@ -225,7 +233,8 @@ class Weaver:
         return self._maps[traced]
 
     def _reported(self, name: str, execute: Callable[..., Any], traced: bool) -> Callable[..., Any]:
-        """Wrap ``execute``, to report it on the progress page and, if requested, to time it."""
+        """Wrap an instruction's function, to report it on the progress page and, if requested,
+        to time it."""
         stamps, stamp = self._computing.get(name), self._pacer.stamp
         number, note = self._progress.number_of(name), self._progress.instruction
 
@@ -271,7 +280,7 @@ class Weaver:
 
 
 def _window_key(schedule: Any) -> Hashable:
-    """Return a key that differs for schedules with different instructions."""
+    """Return a key for a schedule, which differs if the instructions differ."""
     facts = (
         getattr(schedule, n, None) for n in ("micro_batches", "stages", "stage_id", "forward_only")
     )

@@ -40,7 +40,7 @@ from reft.protect.placement import LEAST_ARENAS
 from reft.protect.rs import CELL_BYTES, GRAIN_BYTES, parity_rows
 from reft.snapshot.copy_engine import CopyEngine
 from reft.snapshot.device_engine import DeviceCopyEngine
-from reft.state.adapters import StateAdapter
+from reft.state.adapters import StateAdapter, Zero3Adapter
 from reft.state.catalogue import Adapter
 
 logger = logging.getLogger(__name__)
@@ -87,20 +87,21 @@ def choice_inputs(job: JobFacts) -> ChoiceInputs:
     room = max(0, free_bytes(job_dir) - margin_bytes(config.memory_margin_bytes, job_dir))
     room += sum(path.stat().st_size for path in job_dir.glob("*.arena"))
     coming = adapter.coming_host_bytes() if isinstance(adapter, StateAdapter) else 0
-    own = [*adapter.expected_bytes(), config.host_state_bytes, room, coming]
+    frozen = adapter.frozen_bytes() if isinstance(adapter, Zero3Adapter) else 0
+    own = [*adapter.expected_bytes(), config.host_state_bytes, frozen, room, coming]
     gathered = job.control.gather_ints(own)
     # Whether a host recomputes an optimizer partition bit for bit; always true if ranks train on
     # CPUs
     exact = adapter.steps_exactly and all(found.adam_is_exact for found in job.devices)
     exact = exact or not job.copies.asynchronous
     memory: dict[str, int] = {}
-    for node, (_, _, _, nbytes, _) in zip(topology.nodes, gathered, strict=True):
+    for node, (*_, nbytes, _) in zip(topology.nodes, gathered, strict=True):
         memory[node] = min(nbytes, memory.get(node, nbytes))
-    for node, (_, _, _, _, nbytes) in zip(topology.nodes, gathered, strict=True):
+    for node, (*_, nbytes) in zip(topology.nodes, gathered, strict=True):
         memory[node] = max(0, memory[node] - nbytes)
     if limit is not None:
         memory = {node: min(limit, nbytes) for node, nbytes in memory.items()}
-    sections = tuple(RankSections(*nbytes[:3]) for nbytes in gathered)
+    sections = tuple(RankSections(*nbytes[:4]) for nbytes in gathered)
     return ChoiceInputs(topology, sections, config.arena_count, config.block_bytes, memory, exact)
 
 

@@ -44,6 +44,8 @@ class RankSections:
     replicated_bytes: int  # State that is equal on all data-parallel peers
     owned_bytes: int = 0  # The rank's ZeRO partition
     host_bytes: int = 0  # Memory reserved for the encoded host state
+    # Part of the partition that does not change (frozen weights): sent once, later only compared
+    frozen_owned_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -132,8 +134,10 @@ def group_loads(
     for d, own in enumerate(sections):
         at = ring.index(d)
         next_ones = [ring[(at + i) % size] for i in range(1, peers + 1)]
-        # Under AOR, a member's version also holds its peers' partitions, and the gradients of
-        # these partitions in single precision.
+        sends_partition = not (recomputed and exact)
+        unsent = own.frozen_owned_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+        # Under AOR, a version also holds the peers' partitions, and their gradients in single
+        # precision.
         parameters = [
             -(-sections[m].owned_bytes // OPTIMIZER_BYTES) for m in next_ones if recomputed
         ]
@@ -147,7 +151,7 @@ def group_loads(
                 redundant_bytes=redundant,
                 owned_bytes=own.owned_bytes,
                 gradient_bytes=gradients,
-                sent_bytes=peers * _own(own, checksums, owned=not (recomputed and exact)),
+                sent_bytes=peers * (_own(own, checksums, owned=sends_partition) - unsent),
                 memory_bytes=arenas * reserved_bytes(data, blocks),
             )
         )

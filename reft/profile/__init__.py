@@ -1,1 +1,2 @@
-"""The bubble profiler: where a pipeline's devices wait, and which part of a snapshot fits there."""
+"""The bubble profiler: measures where a pipeline's devices wait, and how much of a snapshot can
+be copied during these waits."""

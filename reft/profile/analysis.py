@@ -1,8 +1,9 @@
 """Computes a profile from the traces of all ranks: where the devices of each stage wait.
 
-The traces are aligned to one clock, and the waits within their calls are separated from the work
-(:mod:`reft.profile.waits`). Then each step is cut into segments, idle intervals that recur in every
-step become windows, and the numbers are aggregated by stage. No clock and no file is read here.
+The traces are aligned to one clock, and within each call the wait is separated from the work
+(:mod:`reft.profile.waits`). Then each step is cut into segments, idle intervals that recur in
+every step become windows, and the numbers are aggregated by stage. This module reads no clock
+and no file.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from reft.profile.traces import DIGITS, RankTraces
 from reft.profile.waits import Ready, find_waits
 
 _COMPUTING = {Activity.FORWARD: "ForwardPass", Activity.BACKWARD: "BackwardPass"}
-# Waits that are shorter than these (in seconds, or as a share of a step) are jitter: they count as
-# idle time, but no copy is planned in them.
+# Waits that are shorter than this (in seconds, or as a fraction of a step) are jitter: they
+# count as idle time, but no copy is planned in them.
 MIN_WINDOW_SECS = 100e-6
 MIN_WINDOW_SHARE = 0.002
 
@@ -49,9 +50,10 @@ def analyse(
     Args:
         ranks: the traces of all ranks.
         job_id: name of the job.
-        degrees: pp, dp, tp.
+        degrees: the parallel degrees (pp, dp, tp).
         clock: clock of the traces, "host" or "device".
-        bandwidth_bytes_per_sec: measured separately; used if the traces have no chunks.
+        bandwidth_bytes_per_sec: copy bandwidth that was measured separately; used if the traces
+            contain no copies.
 
     Raises:
         ProfileError: no step was traced by all ranks, or no rank has complete traces.
@@ -99,8 +101,8 @@ def analyse(
 def _measure_bandwidth(ranks: Sequence[RankTraces]) -> tuple[float | None, str]:
     """Return bytes per second of the traced copies, and a description of these copies.
 
-    Copies in idle time are preferred, because they had the device to themselves. None if there are
-    no copies.
+    If there are copies in idle time, only these are used, because nothing else ran on the
+    device. The bandwidth is None if there are no copies.
     """
     chunks = [
         chunk
@@ -149,7 +151,7 @@ def _segments(trace: StepTrace, waits: Sequence[float | None]) -> Iterator[Segme
         activity = activity_of(record.name)
         is_optimizer = activity is Activity.OPTIMIZER
         at = record.begin_secs
-        # An optimizer step begins with the fence.
+        # An optimizer step begins with the fence (the wait for copies).
         fence_end = at + trace.fence_secs if is_optimizer else at
         wait_end = at if ready is None else ready
         for kind, end in (
@@ -175,8 +177,8 @@ def _segments(trace: StepTrace, waits: Sequence[float | None]) -> Iterator[Segme
 def _is_usable(name: str) -> bool:
     """Return whether a version may be copied while the device waits in an instruction.
 
-    The optimizer step is excluded: the old version has to be copied before it, and the new one
-    exists only after it (P2).
+    The optimizer step is excluded: the old version has to be copied before that step, and the
+    new version exists only after it (P2).
     """
     return activity_of(name) is not Activity.OPTIMIZER
 
@@ -185,16 +187,18 @@ def _windows(
     stream: Sequence[InstructionRecord], steps: Sequence[RankStep], bandwidth: float | None
 ) -> Iterator[MeasuredWindow]:
     """Find idle intervals that recur in every step, in the order of the stage's instructions."""
-    # A schedule may have computing instructions of its own, which are recognized by their activity.
+    # A schedule may have computing instructions with other names; recognize them by their
+    # activity.
     names = [_COMPUTING.get(activity_of(record.name), record.name) for record in stream]
     step_secs = float(np.median([step.step_secs for step in steps]))
     min_secs = max(MIN_WINDOW_SECS, MIN_WINDOW_SHARE * step_secs)
-    # For each step, by position of the instruction: seconds of its wait, and its start time
+    # For each step, by position of the instruction: seconds that the instruction waited, and its
+    # start time
     waits, begins = [], []
     for step in steps:
         waits.append({s.position: s.secs for s in step.segments if s.activity is Activity.WAIT})
         step_begin = step.segments[0].begin_secs
-        # Reversed, so that the first segment of an instruction counts.
+        # Reversed, so that the first segment of an instruction overwrites the later ones.
         begins.append({s.position: s.begin_secs - step_begin for s in reversed(step.segments)})
     for number, record in enumerate(stream):
         lengths = [wait.get(record.position, 0.0) for wait in waits]
@@ -265,6 +269,6 @@ def _sum_copies(steps: Sequence[RankStep]) -> tuple[dict[int, float], dict[Overl
                 if common_secs > 0:
                     secs[_OVERLAPS.get(segment.activity, Overlap.OTHER)] += common_secs
                     rest_secs -= common_secs
-            secs[Overlap.OTHER] += max(0.0, rest_secs)  # Between instructions
+            secs[Overlap.OTHER] += max(0.0, rest_secs)  # Copied between instructions
     mean_secs = {overlap: round(total / len(steps), DIGITS) for overlap, total in secs.items()}
     return {tier: nbytes[tier] / len(steps) for tier in sorted(nbytes)}, mean_secs

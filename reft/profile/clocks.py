@@ -1,13 +1,14 @@
 """Clocks of processes and devices, and their alignment to the clock of rank 0.
 
-The zero of ``perf_counter`` differs between hosts. Rank 0 swaps bytes with one process of each
-host. The bytes that one side has received when its call ends were sent after the other side's call
-began. With calls from t0 to t1 by rank 0's clock, and from s0 to s1 by the peer's::
+The zero of ``perf_counter`` differs between hosts. Rank 0 exchanges bytes with one process of
+each host. The bytes that one side has received when its call ends were sent after the other
+side's call had begun. With calls from t0 to t1 by rank 0's clock, and from s0 to s1 by the
+peer's::
 
     t0 - s1 <= offset <= t1 - s0
 
-The narrowest bounds of many calls are used. Clocks drift by parts in a million, so the offsets are
-measured before and after the profiled steps.
+The narrowest bounds of many calls are used. Clocks drift by some parts in a million, so the
+offsets are measured both before and after the profiled steps.
 """
 
 from __future__ import annotations
@@ -25,12 +26,14 @@ from reft.control.control import ControlGroup
 from reft.device import Vendor
 from reft.naming import kernel_id
 
-_ROUNDS = 20  # Swaps with each host
-_ANCHORS = 5  # Measurements of an anchor, of which the most exact is used
+_ROUNDS = 20  # Number of exchanges with each host
+# Number of measurements of an anchor (see DeviceClock), of which the most exact is used
+_ANCHORS = 5
 
 Span = tuple[float, float]  # Begin and end of a call by ``time.perf_counter``
 Mark = Any  # Result of DeviceClock.mark
-# Begin and end of each instruction of a step; empty if the trace holds the host's times
+# Marks at the begin and end of each instruction of a step; empty if the trace already holds the
+# host's times
 Marks = Sequence[tuple[Mark, Mark]]
 
 
@@ -38,22 +41,26 @@ Marks = Sequence[tuple[Mark, Mark]]
 class ClockOffset:
     """Converts a rank's clock to rank 0's clock."""
 
-    secs: float = 0.0  # Seconds to add
-    error_secs: float = 0.0  # Upper bound of the error
-    clock: int = 0  # Ranks with equal numbers read the same clock, without error between them
+    secs: float = 0.0  # Seconds to add to the rank's times
+    error_secs: float = 0.0  # Upper bound of the offset's error
+    # Number of the clock; ranks with the same number read the same clock, so there is no error
+    # between them
+    clock: int = 0
 
     def error_to(self, other: ClockOffset) -> float:
         """Return the upper bound of the error in seconds when times of two ranks are compared."""
         return 0.0 if self.clock == other.clock else self.error_secs + other.error_secs
 
     def until(self, after: ClockOffset) -> ClockOffset:
-        """Return the offset in the middle of two measurements. Its error includes the drift."""
+        """Return the mean of this offset and one that was measured later. The error in the
+        result includes the drift."""
         error = max(self.error_secs, after.error_secs) + abs(after.secs - self.secs) / 2
         return ClockOffset((self.secs + after.secs) / 2, error, self.clock)
 
 
 def clock_id() -> str:
-    """Identify the clock of this process: one boot of a host, in one time namespace."""
+    """Return an identity of this process's clock, which stands for one boot of a host and one
+    time namespace."""
     try:
         return f"{kernel_id()} {os.readlink('/proc/self/ns/time')}"
     except OSError:
@@ -69,7 +76,7 @@ def measure_offsets(control: ControlGroup, my_clock: str) -> list[ClockOffset]:
     """
     clocks = [text.decode() for text in control.gather_bytes(my_clock.encode())]
     known = [*dict.fromkeys(clocks)]
-    # The first rank with each clock other than rank 0's
+    # For each clock other than rank 0's, the first rank that reads it
     peers = [clocks.index(clock) for clock in known[1:]]
     calls: dict[int, list[Span]] = {peer: [] for peer in peers if control.rank in (0, peer)}
     sent, received = torch.zeros(1), torch.zeros(1)
@@ -93,7 +100,7 @@ def estimate(ours: Sequence[Span], theirs: Sequence[Span], clock: int = 0) -> Cl
     """Estimate the offset of a peer's clock.
 
     Args:
-        ours: calls in which bytes were swapped, by rank 0's clock.
+        ours: begin and end of each call that exchanged bytes, by rank 0's clock.
         theirs: the same calls by the peer's clock.
         clock: number of the peer's clock.
     """
@@ -103,7 +110,7 @@ def estimate(ours: Sequence[Span], theirs: Sequence[Span], clock: int = 0) -> Cl
 
 
 class _Anchor(NamedTuple):
-    """An event of the device whose host time is known."""
+    """A device event whose time on the host's clock is known."""
 
     error_secs: float
     secs: float
@@ -111,22 +118,23 @@ class _Anchor(NamedTuple):
 
 
 class DeviceClock:
-    """Times a device's instructions without synchronisation.
+    """Measures when a device executes instructions, without synchronizing host and device.
 
-    On a CPU, an instruction is over when its call returns. On CUDA and ROCm the call only queues
-    work, and the relevant time is when the device executes it. So each mark records an event on the
-    current stream. After the profiled steps, when all events have completed, they are converted
-    into host seconds::
+    On a CPU, an instruction has ended when its call returns. On CUDA and ROCm the call only
+    queues work, and what matters is when the device executes this work. So each mark records an
+    event on the current stream. After the profiled steps, when all events have completed, their
+    times are converted into host seconds::
 
         t = anchor_secs - elapsed(event, anchor event)
 
-    The anchor is an event whose host time is known, because the host waited for it outside of the
-    measured steps. Two anchors, before and after, bound the drift between the clocks. An event
-    costs about a microsecond of host time and nothing on the device; the host never waits for one.
+    The anchor is an event whose host time is known, because the host waited for it outside of
+    the measured steps. Two anchors, before and after these steps, bound the drift between the
+    clocks. A mark costs about a microsecond of host time and nothing on the device, and the host
+    never waits for it.
 
     Attributes:
-        error_secs: error of the last resolution: half of the wait for its anchor, plus the drift
-            since the first anchor.
+        error_secs: error in seconds of the times that :meth:`resolve` returned last: half of the
+            wait for the anchor, plus the drift since the first anchor.
     """
 
     def __init__(self, vendor: Vendor) -> None:
@@ -136,7 +144,8 @@ class DeviceClock:
         self._anchor: _Anchor | None = None
 
     def begin(self) -> None:
-        """Take the first anchor. Call it before the first mark; waits for the device."""
+        """Measure the first anchor, which waits for the device. To be called before the first
+        mark."""
         self._anchor = self._take_anchor()
 
     def mark(self) -> Mark:
@@ -146,7 +155,7 @@ class DeviceClock:
         return event
 
     def resolve(self, marks: Sequence[Mark]) -> list[float]:
-        """Convert marks of completed steps to ``perf_counter`` seconds; waits for the device."""
+        """Convert marks of completed steps to ``perf_counter`` seconds. Waits for the device."""
         if not marks:
             return []
         first, last = self._anchor, self._take_anchor()
@@ -154,15 +163,17 @@ class DeviceClock:
         if first is not None:
             elapsed_secs = float(first.event.elapsed_time(last.event)) / 1e3
             self.error_secs += abs(last.secs - first.secs - elapsed_secs)
-        # Elapsed times are 32-bit milliseconds, which are exact to a microsecond only within about
-        # ten seconds. So one long interval leads to the anchor, and short ones are within the step.
+        # Elapsed times are 32-bit floats in milliseconds, exact to a microsecond only below
+        # about ten seconds. So use one long interval, from the first mark to the anchor, and
+        # short intervals from the first mark to the others.
         origin = last.secs - float(marks[0].elapsed_time(last.event)) / 1e3
         times = [origin + float(marks[0].elapsed_time(mark)) / 1e3 for mark in marks]
         self._free.extend(marks)
         return times
 
     def _take_anchor(self) -> _Anchor:
-        """Measure several anchors; the one with the shortest wait is the most exact."""
+        """Measure several anchors and return the one with the shortest wait, which is the most
+        exact."""
         self._module.synchronize()
         anchors = []
         for _ in range(_ANCHORS):

@@ -47,7 +47,7 @@ _TIERS = {
 }
 
 
-# Top and height within a row.
+# (Offset, height) of the bars and of the chunks within a row
 _BAR, _CHUNKS = (-0.34, 0.46), (0.19, 0.15)
 _FADED = 0.3  # Opacity of the steps before and after
 
@@ -70,7 +70,7 @@ def draw(result: ProfileResult, path: Path, step: int | None = None) -> None:
             f"step {step} was not profiled; the profile has steps {list(result.steps)}"
         )
     begin, end = min(rank.begin_secs for rank in timeline), max(rank.end_secs for rank in timeline)
-    # For each stage, the rank of the first pipeline with complete traces
+    # One rank for each stage: that of the first pipeline with complete traces
     rows = [*{rank.stage_id: rank for rank in reversed(timeline)}.values()]
     rows.sort(key=lambda row: row.stage_id)
     figure = new_figure(13.0, 2.5 + 0.72 * max(2, len(rows)), dpi=150)
@@ -79,7 +79,7 @@ def draw(result: ProfileResult, path: Path, step: int | None = None) -> None:
     stages = {stage.stage_id: stage for stage in result.stages}
     for number, row in enumerate(rows):
         axes.axhspan(number - 0.42, number + 0.42, color="#f6f7f9", zorder=0, linewidth=0)
-        # Stages start and end a step at different times, so adjacent steps are shown as well.
+        # Stages begin and end a step at different times, so adjacent steps are drawn as well.
         for near in result.timelines:
             if near.rank == row.rank and abs(near.step - row.step) <= 1:
                 _draw_row(axes, number, near, begin, 1.0 if near.step == row.step else _FADED)
@@ -125,7 +125,7 @@ def _draw_row(axes: Any, number: int, row: RankStep, origin: float, alpha: float
     def bars(found: Sequence[Any], at: tuple[float, float], label: str, **style: Any) -> None:
         ranges = [((x.begin_secs - origin) * 1e3, (x.end_secs - x.begin_secs) * 1e3) for x in found]
         if ranges:
-            named = label if alpha == 1.0 else "_"  # Legends omit this name
+            named = label if alpha == 1.0 else "_"  # Legends omit labels that begin with "_"
             axes.broken_barh(ranges, (number + at[0], at[1]), alpha=alpha, label=named, **style)
 
     for activity, (label, colour) in _ACTIVITIES.items():
@@ -155,7 +155,8 @@ def _label_row(axes: Any, number: int, stage: StageProfile) -> None:
 
 
 def check_folder(option: str, path: Path) -> None:
-    """Refuse an output file whose folder does not exist, before long work.
+    """Raise if the folder of an output file does not exist. To be called before the long work
+    begins.
 
     Raises:
         ConfigError: the folder does not exist.
@@ -167,7 +168,7 @@ def check_folder(option: str, path: Path) -> None:
 
 
 def check_figure(option: str, path: Path) -> None:
-    """Refuse an output file that cannot hold a figure, before long work.
+    """Raise if an output file cannot hold a figure. To be called before the long work begins.
 
     Raises:
         ConfigError: the folder does not exist, the format is unknown, or matplotlib is missing.

@@ -13,11 +13,17 @@ from reft.profile.result import (
     StageProfile,
 )
 
-_IMBALANCE = 0.10  # Excess of a stage's computing time over the mean that is reported
-_RARE = 0.9  # Share of the expected bytes below which versions count as rarer than every step
-_MATCHED = 0.9  # Share of the split point-to-point time below which idle time is a lower bound
-_MOSTLY, _HARDLY = 0.9, 0.05  # Shares of the copying time
-_MUCH_HELD_UP = 0.01  # Share of a step
+# A stage is reported as slow if its computing time exceeds the mean by this fraction
+_IMBALANCE = 0.10
+# If less than this fraction of the expected bytes was copied, not every step had a version
+_RARE = 0.9
+# If less than this fraction of the point-to-point time could be matched with a partner's record,
+# idle time is reported as a lower bound
+_MATCHED = 0.9
+# Limits for "mostly" and "hardly", as fractions of the copying time
+_MOSTLY, _HARDLY = 0.9, 0.05
+# Fraction of a step from which it is reported that versions hold training up
+_MUCH_HELD_UP = 0.01
 
 
 def milliseconds(secs: float) -> str:
@@ -29,12 +35,12 @@ def milliseconds(secs: float) -> str:
 
 
 def percent(share: float) -> str:
-    """Format a share in percent, with one decimal below ten."""
+    """Format a fraction as a percentage, with one decimal place below ten percent."""
     return f"{100 * share:.1f} %" if 0 < share < 0.1 else f"{100 * share:.0f} %"
 
 
 def advice(result: ProfileResult) -> Iterator[str]:
-    """Sentences to print after the tables, the most important first."""
+    """Yield sentences to print after the tables, the most important first."""
     yield verdict(result)
     for stage in result.stages:
         yield f"stage {stage.stage_id}{_fit(stage, result.bandwidth_bytes_per_sec)}"
@@ -91,7 +97,8 @@ def _fit(stage: StageProfile, bandwidth: float | None) -> str:
 
 
 def verdict(result: ProfileResult) -> str:
-    """Return one line on whether versions are free in this job. Shares are of the copying time."""
+    """Return one line that says whether snapshots slow this job down. Percentages in it are
+    fractions of the copying time."""
     if not any(stage.copied_bytes for stage in result.stages):
         return "No snapshots ran in the profiled steps"
     held_up = max(stage.held_up_secs for stage in result.stages) / result.step_secs.p50

@@ -1,9 +1,9 @@
 """Profiles a running job: collects the traces of some steps, gathers them and writes the result.
 
-Within a measured step there are no messages, waits or writes. All ranks stop at the same step, one
-after the last measured one, because a device may report the copies of a step one step later. The
-ranks of some pipelines send their complete traces; from the others, rank 0 needs only the calls in
-which pipelines communicate with each other.
+Within a measured step the profiler sends no messages, waits for nothing and writes no files. All
+ranks stop measuring one step after the last step of the profile, because a device may report the
+copies of a step one step later. The ranks of some pipelines send their complete traces to rank
+0; all others send only the calls in which pipelines communicate with each other.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 _DRAW_SECS = 120.0
 _MAX_ERROR_CHARS = 400
-_TAKEN_PREFIX = ".taken-"  # Prefix of the files that mark measured ranks
+_TAKEN_PREFIX = ".taken-"  # Prefix of the marker files of ranks that have taken a profile
 _PROBE_BYTES = 32 * 2**20
 
 
@@ -54,15 +54,16 @@ class Profiler:
 
     Args:
         config: steps to measure, and where to write the profile.
-        clock: converts marks into times; None if traces hold the host's times.
+        clock: the device's clock, which converts marks into times; None if traces hold the
+            host's times.
         job_id: name of the job.
         at: coordinate of this rank.
         degrees: degrees of the job.
         control: control group of the ranks.
-        snapshot_bytes: returns the bytes that this rank copies for a version.
+        snapshot_bytes: returns the number of bytes that this rank copies for a version.
 
     Attributes:
-        measuring: whether further traces are needed.
+        measuring: whether the profile needs further traces.
     """
 
     def __init__(
@@ -87,8 +88,8 @@ class Profiler:
     def add(self, trace: StepTrace, marks: Marks = ()) -> None:
         """Add the trace of the step that has just ended.
 
-        The last trace ends the profile, which is collective. It also ends the job if the job was
-        started only to be profiled.
+        The last trace completes the profile, which is collective. If the job was started only to
+        be profiled, it also ends the job.
 
         Raises:
             SystemExit: the job was started only for the profile.
@@ -136,7 +137,8 @@ class Profiler:
                 )
                 write(result, self._config.dir)
         finally:
-            # All ranks wait until the files are written, because one that exits may end rank 0.
+            # All ranks wait until rank 0 has written the files: the exit of a rank may make the
+            # launcher end rank 0.
             self._control.any_of(False)
         note_taken(self._config.dir, self._control.rank)
 
@@ -156,8 +158,8 @@ class Profiler:
 
 
 def probe_bandwidth() -> float | None:
-    """Return bytes per second of one copy into host memory, for jobs whose traces have no
-    copies."""
+    """Measure one copy into host memory and return its bytes per second, for jobs whose traces
+    contain no copies."""
     took = []
     with suppress(RuntimeError, MemoryError):
         vendor = find_local_vendor()
@@ -173,14 +175,16 @@ def probe_bandwidth() -> float | None:
 
 
 def note_taken(folder: Path, rank: int) -> None:
-    """Mark a rank as measured for this node's ``reft profile``. Only rank 0 writes a profile."""
+    """Write a marker file which tells this node's ``reft profile`` that a rank has taken the
+    profile; only rank 0 writes the profile itself."""
     if ENV_PROFILE in os.environ:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{_TAKEN_PREFIX}{rank}").touch()
 
 
 def forget_taken(folder: Path) -> set[int]:
-    """Return the measured ranks of this node, and remove their marks."""
+    """Return the ranks of this node that have taken a profile, and delete the marker files that
+    say so."""
     paths = list(folder.glob(f"{_TAKEN_PREFIX}*"))
     for path in paths:
         path.unlink(missing_ok=True)
@@ -188,10 +192,11 @@ def forget_taken(folder: Path) -> set[int]:
 
 
 def write(result: ProfileResult, folder: Path) -> None:
-    """Write the profile, its trace and, if matplotlib is installed, its figure into ``folder``."""
+    """Write the profile, its trace events and, if matplotlib is installed, its figure into
+    ``folder``."""
     path = (folder / PROFILE_FILE).absolute()
     result.save(path)
-    # Uses another process so that no trainer imports matplotlib.
+    # Draw in another process, so that no trainer imports matplotlib.
     command = [sys.executable, "-P", "-m", "reft.cli", "profile", "--from", str(path)]
     command += ["--trace", str(folder / "trace.json")]
     if find_spec("matplotlib") is not None:
@@ -205,7 +210,7 @@ def write(result: ProfileResult, folder: Path) -> None:
         failed = str(error)
     if failed:
         logger.warning("the profile is written, but could not be drawn: %s", failed)
-    # A warning, because lower levels may be hidden and the user has requested the profile.
+    # Log as a warning: the user has requested the profile, and lower levels may be hidden.
     logger.warning(
         "profile of %d steps written to %s (reft profile --from %s)", len(result.steps), path, path
     )
@@ -222,14 +227,15 @@ def start_profile(
     control: ControlGroup,
     snapshot_bytes: Callable[[], int],
 ) -> None:
-    """Have a tracer's steps profiled. Collective.
+    """Make a profiler receive a tracer's steps. Collective.
 
     Args:
-        tracer: of this rank. It receives the profiler and the device's clock.
-        device: that computes.
-        config, job_id, at, degrees, control, snapshot_bytes: as of :class:`Profiler`.
+        tracer: tracer of this rank; the profiler and the device's clock are attached to it.
+        device: device on which this rank computes.
+        config, job_id, at, degrees, control, snapshot_bytes: as for :class:`Profiler`.
     """
-    # On a device calls return before their work is done: its own clock is read, without waiting.
+    # On a device calls return before their work is done, so times come from the device's clock,
+    # which is read without waiting.
     vendor = find_vendor(device)
     clock = None if vendor is None else DeviceClock(vendor)
     tracer.mark = None if clock is None else clock.mark

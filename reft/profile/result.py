@@ -1,8 +1,8 @@
 """The result of a profile, as frozen dataclasses that are stored in JSON.
 
-Times are in seconds. Times of windows are relative to the begin of the stage's first instruction in
-the step. Times of timelines are by rank 0's clock, relative to the begin of the first profiled
-step.
+Times are in seconds. Times of windows are relative to the beginning of the stage's first
+instruction in the step. Times of timelines are by rank 0's clock, relative to the beginning of
+the first profiled step.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ class ProfileError(ReftError):
 
 
 class Activity(StrEnum):
-    """The activity of a device.
+    """What a device is doing.
 
-    FENCE is the wait for a version's copies before the optimizer step. CAPTURE is the time between
-    the optimizer step and the next instruction, in which the host begins a version.
+    FENCE is the wait for a version's copies before the optimizer step. CAPTURE is the time
+    between the optimizer step and the next instruction, in which the host starts the next
+    version.
     """
 
     FORWARD = "forward"
@@ -65,7 +66,7 @@ _BY_PREFIX = {
 def activity_of(name: str) -> Activity:
     """Return the activity of an instruction while it does not wait.
 
-    Names are recognized by their first word, because schedules may have instructions of their own:
+    Only the first word of a name is compared, because schedules may have special instructions:
     zero-bubble schedules split the backward pass, DualPipeV queues its transfers.
     """
     return next(
@@ -95,7 +96,7 @@ class Percentiles(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """A part of a rank's time with one activity, within one instruction."""
+    """A part of an instruction during which a rank has the same activity."""
 
     begin_secs: float
     end_secs: float
@@ -111,9 +112,11 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RankStep(StepTrace):
-    """A trace with segments instead of instructions."""
+    """A trace of a rank's step that holds segments instead of instructions."""
 
-    step_secs: float  # Until the begin of the next step, or the end of this one if that is unknown
+    # Seconds from the begin of this step to that of the next one, or to the end of this step if
+    # the next one is unknown
+    step_secs: float
     segments: tuple[Segment, ...]
 
     def secs_of(self, activity: Activity) -> float:
@@ -121,23 +124,24 @@ class RankStep(StepTrace):
 
     @property
     def held_up_secs(self) -> float:
-        """Seconds that training spent on a version in this step."""
+        """Seconds by which versions held up training in this step."""
         begun = self.secs_of(Activity.CAPTURE) if self.chunks else 0.0
         return self.secs_of(Activity.FENCE) + begun
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredWindow:
-    """An idle interval that recurs in every step, with its median begin and median length."""
+    """An idle interval that recurs in every step, with the medians of its begin and its length."""
 
     kind: WindowKind
     start_secs: float
     stop_secs: float
-    position: int  # Position of the instruction that waits
-    name: str  # Name of that instruction
+    position: int  # Index of the waiting instruction in the stage's instruction stream
+    name: str  # Name of the waiting instruction
     length_secs: Percentiles
-    usable: bool  # False in the optimizer step, before which the version has to be copied
-    bytes_fit: int | None  # Bytes that can be copied in that time; None without a bandwidth
+    usable: bool  # False in the optimizer step, since versions have to be copied before it
+    # Bytes that can be copied in the window; None if the bandwidth is unknown
+    bytes_fit: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,12 +149,12 @@ class StageProfile:
     stage_id: int
     ranks: tuple[int, ...]
     step_secs: Percentiles
-    # Seconds of a step by activity. The rest of the step lies between instructions: Python, data,
-    # the launch of kernels.
+    # Seconds of a step by activity. The rest of the step is between instructions (Python, data,
+    # kernel launches).
     secs: dict[Activity, Percentiles]
-    usable_secs: Percentiles  # Idle time outside of the optimizer step, for copies
+    usable_secs: Percentiles  # Idle time outside of the optimizer step, which copies can use
     snapshot_bytes: int  # Bytes that one rank copies from its device per version; 0 if unknown
-    windows: tuple[MeasuredWindow, ...]  # In the order of the instructions
+    windows: tuple[MeasuredWindow, ...]  # Windows in the order of the instructions
     # Means per rank and step: bytes copied by tier (0: at the fence), and seconds of copying by the
     # device's simultaneous activity.
     copied: dict[int, float]
@@ -162,19 +166,19 @@ class StageProfile:
 
     @property
     def held_up_secs(self) -> float:
-        """Seconds per step that training spends on versions (medians)."""
+        """Seconds per step by which versions hold up training (medians)."""
         spent = (Activity.FENCE, Activity.CAPTURE) if self.copied_bytes else (Activity.FENCE,)
         return sum(self.secs[activity].p50 for activity in spent if activity in self.secs)
 
     @property
     def idle_share(self) -> float:
-        """Idle time as a share of the step (medians)."""
+        """Idle time as a fraction of the step (medians)."""
         idle = self.secs[Activity.WAIT].p50 if Activity.WAIT in self.secs else 0.0
         return idle / self.step_secs.p50 if self.step_secs.p50 else 0.0
 
     @property
     def bytes_fit(self) -> int | None:
-        """Bytes that can be copied in a step's usable windows; None without a bandwidth."""
+        """Bytes that can be copied in a step's usable windows; None if the bandwidth is unknown."""
         known = [w.bytes_fit for w in self.windows if w.usable]
         return None if None in known else sum(b for b in known if b is not None)
 
@@ -187,15 +191,15 @@ class ProfileResult:
     degrees: tuple[int, int, int]  # pp, dp, tp
     steps: tuple[int, ...]
     step_secs: Percentiles
-    bandwidth_bytes_per_sec: float | None  # Of one rank into host memory; None if unknown
+    bandwidth_bytes_per_sec: float | None  # Copies of one rank into host memory; None if unknown
     bandwidth_source: str
     clock: str  # Clock of the traces, "host" or "device"
-    # Share of the point-to-point time in which a partner's record separates waiting from transfer;
-    # in the rest, the fastest observation of the same transfer does.
+    # Fraction of the point-to-point time in which waiting and transfer were separated by the
+    # partner's record; for the rest, the fastest observation of the same transfer was used.
     matched_share: float
-    clock_error_secs: float  # Largest error of the alignment of two processes' clocks
+    clock_error_secs: float  # Largest error in seconds of the alignment of two processes' clocks
     stages: tuple[StageProfile, ...]
-    timelines: tuple[RankStep, ...]  # Steps of all ranks with complete traces, ordered by step
+    timelines: tuple[RankStep, ...]  # Steps of the ranks with complete traces, ordered by step
 
     def windows(self, stage_id: int) -> tuple[Window, ...]:
         """Return the usable windows of a stage, in order and without overlap, for planning copies.
@@ -222,7 +226,8 @@ class ProfileResult:
         return tuple(found)
 
     def timeline(self, step: int | None = None) -> tuple[RankStep, ...]:
-        """A step on all ranks; empty if the step was not profiled.
+        """Return one step as it ran on each rank with complete traces; empty if the step was not
+        profiled.
 
         Args:
             step: global step; None: the step whose length is nearest to the median.
@@ -241,7 +246,7 @@ class ProfileResult:
 
     @classmethod
     def from_json(cls, data: Any) -> ProfileResult:
-        """The inverse of :meth:`to_json`.
+        """Decode the output of :meth:`to_json`.
 
         Raises:
             ProfileError: the data is not a profile, or has another format.

@@ -79,9 +79,10 @@ def _stages(result: ProfileResult) -> Table:
 
 
 def _windows(result: ProfileResult) -> Table:
-    """Return one row for each stage and kind of window, before and after the fence.
+    """Return a table with one row for each stage and kind of window, separately before and after
+    the fence.
 
-    The JSON has every single window.
+    The profile's JSON file contains every single window.
     """
     table = Table(title="idle windows of a step (ms)", title_justify="left")
     for name in ("stage", "kind", "number", "first at", "p10", "p50", "p90", "longest", "fits"):

@@ -1,4 +1,4 @@
-"""A profile as Chrome trace events, for ui.perfetto.dev or chrome://tracing."""
+"""Converts a profile to Chrome trace events, for ui.perfetto.dev or chrome://tracing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def write_trace(result: ProfileResult, path: Path) -> None:
 
 
 def _events(result: ProfileResult) -> Iterator[dict[str, Any]]:
-    """Generate the names of processes and tracks, then the events by step and rank."""
+    """Yield the names of processes and tracks, then the events by step and rank."""
     for rank in result.timeline():
         for what, track, args in (
             ("process_name", 0, {"name": f"stage {rank.stage_id} (rank {rank.rank})"}),
@@ -65,7 +65,7 @@ def _slice(
     category: str,
     args: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    # Rounded to whole nanoseconds, because sums of rounded microseconds could overlap.
+    # Round to whole nanoseconds, because sums of rounded microseconds could overlap.
     begin, end = (round(secs * 1e9) for secs in span)
     return {
         "ph": "X",

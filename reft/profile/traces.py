@@ -1,4 +1,5 @@
-"""The traces of a rank's profiled steps, which are completed after the steps and sent to rank 0."""
+"""The traces of a rank's profiled steps. Device times are filled in after the steps; then the
+traces are sent to rank 0."""
 
 from __future__ import annotations
 
@@ -30,18 +31,20 @@ class RankTraces:
     pp: int
     dp: int
     tp: int
-    offset: ClockOffset  # Offset of the rank's clock
+    offset: ClockOffset  # Offset of the rank's clock from rank 0's
     snapshot_bytes: int  # Bytes that the rank copies for a version; 0 if unknown
-    complete: bool  # False if only_group_calls was applied
+    complete: bool  # False if only the calls between pipelines were kept (only_group_calls)
     traces: tuple[StepTrace, ...]
 
     @property
     def pipeline(self) -> tuple[int, int]:
-        """The replica and tensor slice, equal for ranks that pass activations to each other."""
+        """(dp index, tp index) of the pipeline, equal for ranks that pass activations to each
+        other."""
         return self.dp, self.tp
 
     def aligned(self, steps: Sequence[int], origin_secs: float) -> RankTraces:
-        """Select these steps, with times by rank 0's clock relative to ``origin_secs``."""
+        """Return the given steps, with times converted to rank 0's clock and relative to
+        ``origin_secs``."""
         shift_secs = self.offset.secs - origin_secs
 
         def shift(record: Any, **parts: Any) -> Any:
@@ -60,14 +63,14 @@ class RankTraces:
 
 
 def only_group_calls(trace: StepTrace) -> StepTrace:
-    """Keep only the calls in which pipelines communicate, which suffice for most pipelines."""
+    """Return a trace with only the calls in which pipelines communicate with each other."""
     group = (Activity.REDUCE, Activity.OPTIMIZER)
     kept = tuple(i for i in trace.instructions if activity_of(i.name) in group)
     return replace(trace, instructions=kept, chunks=())
 
 
 def with_times(trace: StepTrace, clock: DeviceClock, marks: Marks) -> StepTrace:
-    """Replace the times of a trace's instructions by those of the device's clock.
+    """Return a trace whose instructions have times by the device's clock.
 
     Args:
         trace: the trace.
@@ -94,10 +97,10 @@ def encode(rank: RankTraces) -> bytes:
 
 
 def decode(data: bytes) -> RankTraces:
-    """The inverse of :func:`encode`.
+    """Decode the output of :func:`encode`.
 
     Raises:
-        ProfileError: the bytes are not such traces.
+        ProfileError: the bytes are not valid traces.
     """
     try:
         return TypeAdapter(RankTraces).validate_python(msgpack.unpackb(data))
@@ -106,9 +109,10 @@ def decode(data: bytes) -> RankTraces:
 
 
 def assign_chunks(traces: Sequence[StepTrace]) -> tuple[StepTrace, ...]:
-    """Assign every chunk to the step during which it was copied; drop the last trace.
+    """Move every copied chunk to the trace of the step during which it was copied, and drop the
+    last trace.
 
-    A device reports copies late, so they may be in the trace of the following step.
+    A device reports copies late, so they may be in the trace of the step after.
     """
     begins = [trace.begin_secs for trace in traces]
     chunks: list[list[ChunkRecord]] = [[] for _ in traces]

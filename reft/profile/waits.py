@@ -1,28 +1,29 @@
 """Separates waiting from working in the calls in which ranks communicate.
 
-A receive waits until its peer sends; then data moves. One rank's clock measures only the sum. Two
-sources separate the parts:
+A receive waits until its peer sends; then data moves. One rank alone can measure only the sum of
+both times. They are separated in two ways:
 
-**The partner's record.** Sends and receives between two ranks match in order (first in, first out
-for each direction; if both name a micro-batch, it must be equal). On aligned clocks the transfer
-begins when both sides are present. So for a call [b, e] whose partner began at r::
+**The partner's record.** Sends and receives between two ranks match in order (first in, first
+out for each direction; if both name a micro-batch, it must be equal). With aligned clocks, the
+transfer begins when both sides have begun their calls. So for a call [b, e] whose partner began
+at r::
 
     wait = min(max(r, b), e) - b,    transfer = e - b - wait.
 
-The same holds for a send whose partner is late, because gloo and NCCL hold large sends until the
-receiver is present. But if one send of a kind ended before its receiver came, sends of that kind
-are buffered, and none of them waits. Reductions over data-parallel peers wait for the last peer.
-The error is that of the clock alignment (:mod:`reft.profile.clocks`); shorter waits count as
-transfer.
+The same formula applies to a send whose partner is late, because gloo and NCCL hold large sends
+until the receiver has begun. But if one send of a kind ended before its receiver began, sends of
+that kind are buffered, and none of them waits. Reductions over data-parallel peers wait for the
+last peer. The error is that of the clock alignment (:mod:`reft.profile.clocks`); waits shorter
+than this error count as transfer.
 
-**The fastest observation** is used if the partner is unknown, or if the error of the clocks exceeds
-the duration of a transfer. All calls of one kind on one rank move the same bytes, so no transfer
-took longer than the fastest of these calls. This is an upper bound of the transfer, so idle time is
-never overstated.
+**The fastest observation** is used if the partner is unknown, or if the error of the clocks
+exceeds the duration of a transfer. All calls of one kind on one rank move the same bytes, so no
+transfer took longer than the fastest of these calls. The fastest call is an upper bound of the
+transfer, so idle time is never overstated.
 
-In an optimizer step, ranks wait for each other only with some optimizers, because the gradient norm
-may span the pipeline. The times show whether they do: then a rank that comes x seconds earlier
-takes x seconds longer.
+In an optimizer step, ranks wait for each other only with some optimizers, because the gradient
+norm may span the pipeline. Whether they do is found from the times: if so, a rank that begins x
+seconds earlier takes x seconds longer.
 """
 
 from __future__ import annotations
@@ -37,8 +38,11 @@ import numpy as np
 from reft.pacing.schedule import InstructionRecord
 from reft.profile.traces import RankTraces
 
-_MIN_STEPS = 5  # Fewest steps for deciding whether ranks wait for each other in a call
-_MIN_SLOPE = 0.5  # Seconds that a rank takes longer per second that it comes earlier
+# Fewest steps from which it is decided whether ranks wait for each other in a call
+_MIN_STEPS = 5
+# Ranks are taken to wait for each other if a rank takes at least this many seconds longer for
+# each second that it begins earlier
+_MIN_SLOPE = 0.5
 _RESOLUTION_SECS = 1e-7
 
 CallAt = tuple[int, int, int]  # Rank, index of the step, index of the instruction in the trace
@@ -46,22 +50,22 @@ Ready = dict[CallAt, float]  # Time at which all participants of a call were pre
 
 
 class _Meeting(NamedTuple):
-    """A send or receive within a call, with its other end."""
+    """A send or receive within a call, with the matching one of its partner."""
 
     name: str
     partner: InstructionRecord
-    error_secs: float  # Error of comparing the two clocks
+    error_secs: float  # Error in seconds when times of the two clocks are compared
 
 
 def find_waits(ranks: Sequence[RankTraces]) -> tuple[Ready, float]:
-    """Find the ends of the waits.
+    """Find, for each communicating call, when its wait ended.
 
     Args:
         ranks: traces with the same steps in the same order, on aligned clocks.
 
     Returns:
-        The ends of the waits, and the share of the point-to-point time that a partner's record
-        split.
+        The time at which the wait of each call ended, and the fraction of the point-to-point
+        time for which a partner's record was used.
     """
     stages = 1 + max(rank.pp for rank in ranks)
     ready, matched_share = _split_transfers([r for r in ranks if r.complete], stages)
@@ -73,7 +77,8 @@ def find_waits(ranks: Sequence[RankTraces]) -> tuple[Ready, float]:
         _wait_for_last(group, "ReduceGrads", ready)
     for group in pipelines.values():
         _wait_for_last(group, "AggregateTotalLoss", ready)
-    # These calls may span a pipeline, all ranks, or a single rank.
+    # The participants of these calls may be a pipeline, all ranks, or a single rank; try the
+    # groups in turn.
     candidates = [*pipelines.values(), list(ranks)] if len(pipelines) > 1 else [list(ranks)]
     for name in ("ReduceTiedGrads", "OptimizerStep"):
         for group in candidates:
@@ -107,7 +112,7 @@ def _split_transfers(ranks: Sequence[RankTraces], stages: int) -> tuple[Ready, f
         secs_of_rank = (secs for (rank, _), secs in fastest.items() if rank == r.rank)
         fastest_of_rank[r.rank] = min(secs_of_rank, default=0.0)
     meetings = _find_meetings(ranks, stages, calls, transfers, fastest_of_rank)
-    # Kinds of sends that do not wait, because one of them was over before its receiver came.
+    # Kinds of sends that do not wait, because one of them ended before its receiver began.
     buffered = {
         (place[0], meeting.name)
         for place, call in calls.items()
@@ -136,7 +141,8 @@ def _find_transfers(
 ) -> Iterator[tuple[int, InstructionRecord, list[InstructionRecord]]]:
     """Find the calls that move data.
 
-    If the schedule queues transfers (DualPipeV), a commit carries out those since the last commit.
+    If the schedule queues transfers (DualPipeV), a commit instruction carries out all transfers
+    since the last commit.
 
     Yields:
         Index, call, and the sends and receives that the call carries out.
@@ -161,7 +167,8 @@ def _find_meetings(
     transfers: Mapping[CallAt, Sequence[InstructionRecord]],
     fastest_of_rank: Mapping[int, float],
 ) -> Mapping[CallAt, Sequence[_Meeting]]:
-    """Match sends with receives. Calls with an unknown partner are left out.
+    """Match sends with receives, and return the matches by call. Calls with an unknown partner
+    are left out.
 
     Args:
         ranks: ranks with complete traces.
@@ -188,8 +195,8 @@ def _find_meetings(
             sends = by_name[sender.rank, number, f"Send{what}"]
             receives = by_name[receiver.rank, number, f"Recv{what}"]
             if not _match(sends, receives):
-                # In a schedule that sends both ways (DualPipeV), sends and receives cannot be
-                # paired by their order on any stage.
+                # A schedule that sends in both directions (DualPipeV) does not allow pairing by
+                # order, on any stage.
                 pairs = []
                 break
             error = sender.offset.error_to(receiver.offset)
@@ -215,13 +222,14 @@ def _match(
 
 
 def _wait_for_last(group: Sequence[RankTraces], name: str, ready: Ready) -> None:
-    """Add the waits for the last rank of a group, in reductions and some optimizer steps."""
+    """Add to ``ready`` the times at which the last rank of a group has begun, for reductions and
+    some optimizer steps."""
     error = _largest_error(group)
     for calls in _calls_by_step(group, name):
         last = max((call.begin_secs for call in calls.values()), default=0.0)
         for place, call in calls.items():
             is_early = error < last - call.begin_secs
-            # A rank that ended before the last one came has not waited for it.
+            # A rank that ended before the last rank began has not waited for it.
             has_met = last <= call.end_secs + error + _RESOLUTION_SECS
             if is_early and has_met:
                 present = min(last, call.end_secs)
@@ -229,7 +237,7 @@ def _wait_for_last(group: Sequence[RankTraces], name: str, ready: Ready) -> None
 
 
 def _largest_error(group: Sequence[RankTraces]) -> float:
-    """Return the largest error of comparing the clocks of two of the ranks, in seconds."""
+    """Return the largest error, in seconds, when times of any two of the ranks are compared."""
     errors = sorted({r.offset.clock: r.offset.error_secs for r in group}.values())
     return sum(errors[-2:]) if len(errors) > 1 else 0.0
 
@@ -237,7 +245,8 @@ def _largest_error(group: Sequence[RankTraces]) -> float:
 def _calls_by_step(
     group: Sequence[RankTraces], name: str
 ) -> Iterator[dict[CallAt, InstructionRecord]]:
-    """For each step, the call with this name on every rank that has exactly one such call."""
+    """Yield for each step the calls with this name, of the ranks that have exactly one such call
+    in the step."""
     for number, traces in enumerate(zip(*(r.traces for r in group), strict=True)):
         calls = {}
         for rank, trace in zip(group, traces, strict=True):
@@ -249,10 +258,11 @@ def _calls_by_step(
 
 
 def _meets(group: Sequence[RankTraces], name: str) -> bool:
-    """Return whether the ranks wait for each other in this call, judged by their times.
+    """Return whether the ranks wait for each other in the calls with this name, judged by their
+    times.
 
-    They do if no rank ends before the last one has begun, and a rank that comes x seconds earlier
-    takes about x seconds longer.
+    They do if no rank ends before the last one has begun, and a rank that begins x seconds
+    earlier takes about x seconds longer.
     """
     steps = [c for c in _calls_by_step(group, name) if len(c) == len(group)]
     if len(group) < 2 or len(steps) < _MIN_STEPS:
@@ -265,6 +275,7 @@ def _meets(group: Sequence[RankTraces], name: str) -> bool:
         return False
     leads, lengths = last - begins, ends - begins
     x, y = leads - leads.mean(axis=0), lengths - lengths.mean(axis=0)
-    # Leads that hardly vary do not allow a decision.
+    # If the ranks always begin at the same distance from each other, the times allow no
+    # decision.
     varies = float(np.sqrt((x**2).mean())) > max(error, 1e-6)
     return varies and float((x * y).sum() / (x**2).sum()) > _MIN_SLOPE

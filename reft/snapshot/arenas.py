@@ -9,6 +9,7 @@ the members that store them, and receives the bytes that this rank stores for ot
 from __future__ import annotations
 
 import logging
+import random
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain, compress
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -56,6 +58,9 @@ class ArenaWriter:
     scanned: dict[PlacedBlock, Ranges] = field(default_factory=dict)
     # Blocks that contain a NaN or an infinity
     not_finite: set[PlacedBlock] = field(default_factory=set)
+    # Checksums of blocks whose bytes are in the arena from the version before in this slot, and are
+    # expected to be those of this version, too. An entry is deleted before its block is written.
+    held: dict[PlacedBlock, int] = field(default_factory=dict)
     # Hashing of blocks that arrive from a device, on other threads
     hashing: list[Future[None]] = field(default_factory=list)
     _lengths: dict[PlacedBlock, int] = field(default_factory=dict)
@@ -156,12 +161,15 @@ class ArenaWriter:
                         f"{placed.block.nbytes} were agreed"
                     )
                 self._lengths[placed] = host_bytes
-            self._expected[placed] = value & (2**64 - 1)
+            self._expected[placed] = expected = value & (2**64 - 1)
+            if self.held.get(placed) == expected:
+                self.checksums[placed] = expected
 
     def wanted(self, member: int) -> list[PlacedBlock]:
         """Return blocks that ``member`` has to send, in plan order.
 
-        Blocks of its partition that were recomputed here with the same checksum are left out.
+        Blocks of its partition that are here with the same checksum are left out: they were
+        recomputed, or have not changed since the version before in this slot.
         """
 
         def is_there(placed: PlacedBlock) -> bool:
@@ -279,9 +287,9 @@ class RingExchange:
         mine = writer.peer_blocks(me)
         lacking = {m: writer.wanted(m) for m in kept}
         asked = dict.fromkeys(holders, mine)
-        if writer.layout.plan.sizes.recomputed:
-            # Each receiver may have recomputed some blocks: it first sends one byte for each block
-            # of the owner, 1 if it lacks the block.
+        if any(writer.layout.plan.sizes.owned_bytes):
+            # Each receiver may have some blocks: it first sends one byte for each block of the
+            # owner, 1 if it lacks the block.
             masks = {}
             for member, blocks in lacking.items():
                 lacks = {*blocks}
@@ -290,6 +298,8 @@ class RingExchange:
             told = {h: torch.empty(len(mine), dtype=torch.uint8) for h in holders}
             self._control.exchange(masks, {holders[h]: [mask] for h, mask in told.items()})
             asked = {h: [*compress(mine, mask.tolist())] for h, mask in told.items()}
+        for placed in chain.from_iterable(lacking.values()):
+            writer.held.pop(placed, None)
         self._control.exchange(
             {holders[h]: writer.selection(blocks) for h, blocks in asked.items()},
             {kept[m]: writer.selection(blocks) for m, blocks in lacking.items()},
@@ -393,6 +403,12 @@ class ArenaSet:
         """State of each slot; the snapshot worker replaces it after every event."""
         self._wanted = files.count
         self._unused: frozenset[int] = frozenset()
+        self._contents = WeakKeyDictionary[Arena, tuple[GroupLayout, Mapping[PlacedBlock, int]]]()
+        """Layout, and checksums of blocks that an arena holds, unless a version is being written to
+        it."""
+        self._newest: Mapping[PlacedBlock, int] = {}
+        """Checksums of all blocks of the newest committed version."""
+        self._random = random.Random()  # not torch's or Python's own, which training uses
         self._refusals = Backoff(1, _MAX_BACKOFF_VERSIONS)
         self._skip_versions = 0
         # Memory has to be reserved after the next commit, which may take seconds
@@ -438,7 +454,35 @@ class ArenaSet:
             )
         )
         data = torch.frombuffer(arena.data, dtype=torch.uint8)
-        return ArenaWriter(slot, arena, layout, label, data)
+        held = self._unchanged(arena, layout)
+        return ArenaWriter(slot, arena, layout, label, data, held=held)
+
+    def _unchanged(self, arena: Arena, layout: GroupLayout) -> dict[PlacedBlock, int]:
+        """Checksums of the blocks in an arena that are equal in the newest version. Such a block is
+        expected not to have changed since, as the weights that an adapter (LoRA) leaves frozen: it
+        is compared, and copied and sent only if it differs."""
+        known, checksums = self._contents.pop(arena, (layout, {}))
+        if known is not layout:
+            return {}
+        # The partitions of peers are overwritten where they are recomputed.
+        sections = {Section.REPLICATED}
+        if not layout.plan.sizes.recomputed:
+            sections.add(Section.OWNED)
+        held = {
+            placed: value
+            for placed, value in checksums.items()
+            if placed.key.section in sections and self._newest.get(placed) == value
+        }
+        if held:
+            # Bytes that are not written for long could be damaged unnoticed: one block is read.
+            placed = self._random.choice([*held])
+            begin = placed.arena_offset
+            if checksum(arena.data[begin : begin + placed.block.nbytes]) != held[placed]:
+                logger.error(
+                    "block %s was damaged in %s; it is written again", placed.key, arena.path.name
+                )
+                del held[placed]
+        return held
 
     @property
     def _coordinate(self) -> Coordinate:
@@ -605,6 +649,8 @@ class ArenaSet:
             logger.warning("the commit of step %d cannot be recorded: %s", writer.label.step, error)
         finally:
             writer.arena.unlock()
+        self._newest = writer.checksums
+        self._contents[writer.arena] = writer.layout, writer.checksums
 
     def abort(self, writer: ArenaWriter) -> None:
         """Free the slot. A sealed arena stays readable until the slot is written again: a recovery
@@ -612,6 +658,7 @@ class ArenaSet:
         # Otherwise a hashing thread could read the next version's bytes from this slot.
         wait(writer.hashing)
         writer.arena.unlock()
+        self._contents[writer.arena] = writer.layout, writer.held
 
     def close(self) -> None:
         """Release the mappings; the files stay."""

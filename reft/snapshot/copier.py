@@ -472,6 +472,8 @@ class Copier:
         queued: _Queued = []
         records: list[ChunkRecord] = []
         if self.engine.asynchronous:
+            for placed in writer.local_blocks:  # all are copied, whatever the arena holds
+                writer.held.pop(placed, None)
 
             def hand_over(batch: _Batch, mark: Any) -> CopyTicket:
                 pieces = CheckedPieces(piece for _, chunk in batch for piece in chunk.pieces)
@@ -538,6 +540,7 @@ class Copier:
         begin, nbytes = placed.block.start_bytes, placed.block.nbytes
         if torch.equal(self._scratch[:nbytes], writer.tensor(placed)[:nbytes]):
             return ()
+        writer.held.pop(placed, None)  # if it was the arena that changed, it is written again
         image = _find_image(images, placed)
         assert image is not None
         first = writer.tensor(placed)[:nbytes]
@@ -611,21 +614,26 @@ class Copier:
         gate: Gate,
         permit: Permit,
     ) -> tuple[ChunkRecord, int]:
-        """Copy and hash chunks of one block with one permit.
+        """Copy and hash chunks of one block with one permit. A block that the arena holds already,
+        if it has not changed, is only hashed.
 
         Returns:
-            Time and size of the copy, and the number of chunks copied: fewer than all if training
-            set the stop flag.
+            Time and size of the copy, and the number of chunks to go on by: fewer than all if
+            training set the stop flag; negative, back to the first one, if the block has changed.
         """
         began = ended = time.perf_counter()
         first, cut = chunks[0], _at_once(chunks[0])
         hashes = first.section is not Section.GRADIENTS
         copied = len(chunks)
+        if cut is None:  # copied piece by piece, whatever the arena holds
+            writer.held.pop(first.placed, None)
+        held = writer.held.get(first.placed)
         try:
             if cut is not None:
                 assert isinstance(self.engine, CpuCopyEngine)
                 part = first.number, chunks[-1].number + 1
-                copied = self.engine.copy_hashed(cut, part, self._hasher, permit.until)
+                ranges = cut if held is None else cut.hashed_only
+                copied = self.engine.copy_hashed(ranges, part, self._hasher, permit.until)
             else:
                 for chunk in chunks:
                     self.engine.copy(chunk.pieces, encode=chunk.encode)
@@ -637,7 +645,12 @@ class Copier:
         finally:
             gate.release(permit, ended - began)
         nbytes = sum(chunk.nbytes for chunk in chunks[:copied])
-        writer.traffic.to_host[first.kind] += nbytes
+        if held is None:
+            writer.traffic.to_host[first.kind] += nbytes
+        elif writer.checksums.get(first.placed, held) != held:
+            # The block has changed, so it is copied after all, from its first chunk on.
+            del writer.held[first.placed], writer.checksums[first.placed]
+            copied = -first.number
         record = ChunkRecord(permit.tier, nbytes, began, ended, permit.window, first.section.value)
         return record, copied
 

@@ -1,1 +1,2 @@
-"""The state of an engine: images of its tensors, host values, adapters per optimizer class."""
+"""The state of an engine: images (the bytes) of its tensors, values on the host, and one adapter
+for each optimizer class."""

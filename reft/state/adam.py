@@ -1,4 +1,4 @@
-"""Kinds of Adam, and the state of DeepSpeed's C++ Adam that is in no state dict."""
+"""Kinds of Adam optimizers, and the state of DeepSpeed's C++ Adam that no state dict contains."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import Any
 import torch
 
 _FAR = 1 << 20
-"""DeepSpeed's C++ Adam caches powers of beta. A call for a step this far ahead makes it discard and
-recompute them."""
+"""DeepSpeed's C++ Adam caches powers of beta. A call for a step that is this many steps ahead
+makes it discard the cached powers and compute them anew."""
 
 
 class AdamKind(StrEnum):
-    """Optimizer that the owner of a partition runs, by its class path."""
+    """The kind of Adam that the owner of a partition runs; the value is the optimizer's class
+    path."""
 
     TORCH_ADAM = "torch.optim.adam.Adam"
     TORCH_ADAMW = "torch.optim.adamw.AdamW"
@@ -31,15 +32,16 @@ class AdamKind(StrEnum):
 def replay_powers(
     kind: AdamKind, optimizer: Any, groups: Sequence[tuple[Mapping[str, Any], int, int]]
 ) -> None:
-    """Give the C++ optimizer the powers of beta that it has after steps 1, 2, 3, ....
+    """Bring the powers of beta that the C++ optimizer caches to what they are after it has made
+    all of its steps one by one.
 
     The steps are repeated on tensors of one element.
 
     Args:
-        kind: which of DeepSpeed's two C++ optimizers it is.
+        kind: kind of the optimizer, one of DeepSpeed's two C++ optimizers.
         optimizer: the optimizer.
-        groups: per parameter group: the group with its present betas, the number of tensors that it
-            updates on the CPU, and the number of steps that it has made.
+        groups: for each parameter group: the group with its current betas, the number of its
+            tensors that are updated on the CPU, and the number of steps that it has made.
     """
     call = _fused_call if kind is AdamKind.DEEPSPEED_FUSED else _cpu_call
     stepped = [g for g in groups if g[1] and g[2]]

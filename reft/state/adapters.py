@@ -362,6 +362,12 @@ class StateAdapter:
         self.check()
         self._sizes = self._group_sizes()
         self._module_params = [p for _, p in engine.module.named_parameters()]
+        self._places: dict[str, int] = {
+            f"model.{name}": int(p.requires_grad) for name, p in engine.module.named_parameters()
+        }
+        """Order of the model's parameters in the images: at the start the frozen ones are first, so
+        that their blocks, which need not be copied again, hold nothing that changes. After a
+        restore it is the version's: scripts freeze and release parameters while they train."""
 
     def _optimizer_state(self) -> OptimizerState:
         return OptimizerState(self.wrapper.optimizer)
@@ -404,9 +410,9 @@ class StateAdapter:
     # -- capture ---------------------------------------------------------------------------------
 
     def images(self) -> tuple[SectionImage, SectionImage]:
-        model: list[tuple[str, torch.Tensor]] = [
+        model = self._in_place(
             (f"model.{name}", p) for name, p in self.engine.module.named_parameters()
-        ]
+        )
         known = {id(p) for _, p in model}
         masters = [(name, p) for name, p in self.state.masters() if id(p) not in known]
         optimizer = [*masters, *self.state.tensors()]
@@ -414,12 +420,24 @@ class StateAdapter:
             return SectionImage(model), SectionImage(optimizer)
         return SectionImage([*model, *optimizer]), SectionImage([])
 
+    def _in_place(
+        self, parameters: Iterable[tuple[str, torch.Tensor]]
+    ) -> list[tuple[str, torch.Tensor]]:
+        last = len(self._places)
+        return sorted(parameters, key=lambda parameter: self._places.get(parameter[0], last))
+
     def expected_bytes(self) -> tuple[int, int]:
         replicated, owned = self.images()
         missing = self.state.missing_bytes()
         if self.owned:
             return replicated.nbytes, owned.nbytes + missing
         return replicated.nbytes + missing, 0
+
+    def frozen_bytes(self) -> int:
+        """Bytes of this rank's part of the parameters that are not trained."""
+        parameters = self.engine.module.parameters()
+        frozen = [getattr(p, "ds_tensor", p) for p in parameters if not p.requires_grad]
+        return sum(p.numel() * p.element_size() for p in frozen)
 
     def coming_host_bytes(self) -> int:
         """Host memory that the first step takes, where a device trains: the moments of an offloaded
@@ -537,6 +555,8 @@ class StateAdapter:
         section = manifest.owned if self.owned else manifest.replicated
         self.state.materialise(host_state["layout"], {spec.name: spec for spec in section})
         self.state.restore_values(host_state["state"], host_state["extra"])
+        specs = (*manifest.replicated, *manifest.owned)
+        self._places = {spec.name: place for place, spec in enumerate(specs)}
         images = self.images()
         manifest.check(images)
         return images
@@ -864,10 +884,10 @@ class Zero3Adapter(StateAdapter):
     def _partitions(self) -> list[tuple[str, torch.Tensor]]:
         """This rank's part of every parameter. Walks the model each time, because the script may
         register modules late."""
-        return [
+        return self._in_place(
             (f"model.{name}", getattr(p, "ds_tensor", p))
             for name, p in self.engine.module.named_parameters()
-        ]
+        )
 
     def images(self) -> tuple[SectionImage, SectionImage]:
         self._idle.end_step()

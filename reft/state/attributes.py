@@ -1,9 +1,9 @@
-"""The state of a script's objects that have no ``state_dict``: those of their attributes that hold
-state.
+"""Captures the state of a script's objects that have no ``state_dict``, from those of their
+attributes that hold state.
 
 These are random generators, and all numbers, strings, tensors and collections of them that have
-changed since the object was first seen. An attribute that has not changed is a setting, which the
-script sets at every start, perhaps to another value.
+changed since the object was first seen. An attribute that has not changed is taken as a setting,
+which the script sets at every start, perhaps to another value.
 """
 
 from __future__ import annotations
@@ -16,25 +16,26 @@ from reft.state import objects
 from reft.state.codec import decode, encode
 
 _MOST_BYTES = 64 * 2**10
-"""Limit of an encoded attribute. Longer ones are data that the object was constructed with, such as
-the indices or weights of a sampler."""
+"""Size limit of an encoded attribute in bytes. A longer one is taken as data that the object was
+constructed with, such as the indices or weights of a sampler."""
 _STATE = "state_dict"
 
 _GENERATOR = "generator"  # Key under which the state of a random generator is stored
 _seen = dict[int, dict[str, bytes]]()
-"""Encoded attributes of objects when they were first seen, by ``id``, because not every sampler is
-hashable."""
+"""Encoded attributes of objects as they were when the object was first seen, by ``id()``,
+because not every sampler is hashable."""
 
 
 def has_attributes(owner: Any) -> bool:
-    """Return whether an object has attributes and can be referenced weakly, as :func:`capture`
-    needs.
+    """Return whether an object has attributes and can be referenced weakly, which
+    :func:`capture` requires.
     """
     return type(owner).__dictoffset__ != 0 and type(owner).__weakrefoffset__ != 0
 
 
 def capture(owner: Any) -> dict[str, bytes]:
-    """Encode the state of ``owner``: its ``state_dict``, or else the attributes that hold state."""
+    """Encode the state of ``owner``: its ``state_dict`` or, without one, the attributes that
+    hold state."""
     if objects.is_stateful(owner):
         state = _encoded(owner.state_dict())
         return {} if state is None else {_STATE: state}
@@ -48,7 +49,7 @@ def capture(owner: Any) -> dict[str, bytes]:
 
 
 def restore(owner: Any, saved: dict[str, bytes]) -> None:
-    """Put back what :func:`capture` returned, in place. All other attributes get the values that
+    """Restore in place what :func:`capture` returned. All other attributes get the values that
     they had when the object was first seen."""
     if objects.is_stateful(owner):
         if _STATE in saved:

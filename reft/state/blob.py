@@ -1,12 +1,14 @@
-"""The host block: the part of a version that is not tensor bytes, encoded once per version.
+"""Encodes the host block: the part of a rank's version that is not in the images of tensors.
 
-It holds the manifest of the images, the template of the engine's checkpoint files (both change only
-with the layout and are encoded once) and the captured host state (new in every step).
+The block holds the manifest (list of the tensors) of the images, the template of the engine's
+checkpoint files (both are encoded once, since they change only with the layout), and the
+captured host state (new in every step).
 
-Module buffers on a device are *late*. The device computes their values after the host has reached
-the step boundary, so reading them there would block the training thread until the device arrives.
-Instead their transfer is queued on the training stream, and the block reserves space for the bytes
-at its end. The thread that writes the block to memory waits for the transfer first.
+Module buffers on a device are *late*. The device computes their values after the host has
+reached the step boundary, so reading them there would block the training thread until the device
+arrives. Instead, their transfer to the host is queued on the training stream, and space for the
+bytes is reserved at the end of the block. The thread that writes the block to memory first waits
+for the transfer.
 """
 
 from __future__ import annotations
@@ -34,18 +36,18 @@ logger = logging.getLogger(__name__)
 Template = Callable[[tuple[SectionImage, SectionImage], dict[str, Any]], bytes]
 
 _COPIED_OF_ADAPTER = ("layout", "state")
-"""Parts of the adapter's state that share no memory with live objects. They, the random states and
-the buffers make up most of a block's bytes."""
+"""Keys of the adapter's state whose values share no memory with live objects, so they can be
+encoded later. With the random states and the buffers they make up most of a block's bytes."""
 _SPECS, _BYTES = "late", "late_bytes"
 
 
 class LateBlob(bytearray):
-    """An encoded host block whose last bytes are still being transferred from a device."""
+    """An encoded host block whose last bytes may still be in transfer from a device."""
 
     _land: Callable[[], torch.Tensor] | None = None
 
     def settle(self) -> None:
-        """Wait for the transfer and insert the bytes. Must not run on the training thread."""
+        """Wait for the transfer and insert the bytes. Must not be called on the training thread."""
         if self._land is not None:
             landed = self._land()
             self[len(self) - landed.numel() :] = landed.numpy().tobytes()
@@ -56,7 +58,8 @@ class HostBlob:
     """Encodes host blocks, and caches the parts that do not change between steps.
 
     Args:
-        strict: raise an error, rather than warn, if no checkpoint can be written from a version.
+        strict: True to raise an error if no checkpoint can be written from a version, False to
+            warn.
     """
 
     def __init__(self, *, strict: bool = False) -> None:
@@ -74,14 +77,15 @@ class HostBlob:
         """Encode the parts that may alias live objects. The returned function encodes the rest.
 
         Args:
-            template: describes the engine's checkpoint; called when the layout has changed.
-            images: the replicated and the owned image of the state.
-            signature: a value that changes when the images get other tensors.
+            template: function that makes the template of the engine's checkpoint; called when
+                the layout has changed.
+            images: images of the replicated and the owned section.
+            signature: value that changes when the images consist of different tensors.
             state: result of :func:`capture_host_state`.
 
         Returns:
-            A function that returns the whole block. It may be called later, on any thread. If the
-            module has buffers on a device, the block must be settled before use.
+            A function that returns the complete block. It may be called later, on any thread. If
+            it returns a :class:`LateBlob`, ``settle`` must be called before the block is used.
 
         Raises:
             UnsupportedStateError: no checkpoint can be written, and ``strict`` is set.
@@ -116,7 +120,7 @@ class HostBlob:
                 [name, str(buffer.dtype).removeprefix("torch."), list(buffer.shape), offset]
                 for (name, buffer), offset in zip(late.items(), offsets, strict=True)
             ]
-            # _BYTES is the last key, so that its bytes are the end of the encoded block.
+            # _BYTES is the last key, so that its value is at the end of the encoded block.
             blob = LateBlob(codec.encode(block | {_BYTES: bytes(nbytes)}))
             blob._land = land
             return blob
@@ -158,7 +162,7 @@ class DecodedBlob:
 
 
 def is_late(tensor: torch.Tensor) -> bool:
-    """Return whether reading a tensor waits for a device."""
+    """Return whether reading a tensor on the host would wait for a device."""
     return find_vendor(tensor.device) is not None
 
 
@@ -173,7 +177,8 @@ def _queue(
     devices = {t.device: vendor for t in tensors.values() if (vendor := find_vendor(t.device))}
     host = torch.zeros(nbytes, dtype=torch.uint8)
     if devices:
-        # Without pinned memory the transfer still works, but blocks the training thread (P6).
+        # P6: if pinned memory is not available, the transfer still works, but blocks the
+        # training thread.
         with suppress(RuntimeError):
             host = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
     for tensor, offset in zip(tensors.values(), offsets, strict=True):
@@ -195,7 +200,7 @@ def _queue(
 
 
 def _landed(specs: list[list[Any]], data: bytes) -> dict[str, torch.Tensor]:
-    """Return copies of the late tensors of a decoded host block, on the CPU, by name."""
+    """Return the late tensors of a decoded host block, as copies on the CPU, by name."""
     found = {}
     for name, dtype, shape, offset in specs:
         end = offset + prod(shape) * codec.torch_dtype(dtype).itemsize
@@ -216,9 +221,10 @@ _COUNTERS = (
 )
 
 
-# The host state is captured on the training thread at a step boundary, after the engine has updated
-# its counters: ``engine.step()`` counts the micro step last, so a hook inside it is too early.
-# Layout of the captured dict (paths into it are part of the stored checkpoint templates)::
+# The host state is captured on the training thread at a step boundary, after the engine has
+# updated its counters: ``engine.step()`` counts the micro step at its very end, so a hook inside
+# it would be too early. Keys of the captured dict (stored checkpoint templates contain paths
+# into it)::
 #
 #     engine        counters: global_steps, global_samples, skipped_steps, micro_steps, ...
 #     lr_scheduler  its state_dict(), or None
@@ -236,13 +242,13 @@ def capture_host_state(
 ) -> dict[str, Any]:
     """Capture the host state of an engine at a step boundary.
 
-    The state of schedulers, client state, and buffers on a device may alias live objects, so the
-    result must be encoded before the next step.
+    Parts of the result (state of schedulers, client state, buffers on a device) may alias live
+    objects, so it must be encoded before the next step.
 
     Args:
         engine: DeepSpeed's engine.
         adapter: adapter of its optimizer.
-        client_state: the user's own state; None if there is none.
+        client_state: the script's own values; None if there are none.
         data_state: data position.
     """
     scheduler = engine.lr_scheduler
@@ -262,15 +268,16 @@ def capture_host_state(
 def restore_host_state(engine: Any, adapter: StateAdapter, state: dict[str, Any]) -> None:
     """Restore a decoded host state, after the images were written to the tensors.
 
-    The caller restores client state and data position. Random generators are restored last, so that
-    no other part of the restore advances them.
+    Client state and data position are restored by the caller. Random generators are restored
+    last, so that no other part of the restore advances them.
     """
     adapter.finish(state["adapter"])
     _restore_rest(engine, state, scheduler=True)
 
 
 def restore_data_free_state(engine: Any, state: dict[str, Any], *, scheduler: bool = True) -> None:
-    """Restore the state that DeepSpeed's files lack, after its own ``load_checkpoint``.
+    """Restore the state that DeepSpeed's files lack. Called after DeepSpeed's own
+    ``load_checkpoint``.
 
     The tensors of the images are not changed.
 
@@ -301,8 +308,8 @@ def _restore_scheduler(engine: Any, state: dict[str, Any]) -> None:
         )
     if scheduler is None:
         return
-    # Megatron's scheduler advances its present position by what it loads, so loading the same state
-    # twice would be wrong.
+    # Load only if the state differs: Megatron's scheduler adds the loaded position to its
+    # current one, so loading the same state twice would be wrong.
     if codec.encode(scheduler.state_dict()) != codec.encode(saved):
         scheduler.load_state_dict(saved)
     if state["last_lr"] is not None:
@@ -327,15 +334,17 @@ def _restore_rest(engine: Any, state: dict[str, Any], *, scheduler: bool) -> Non
     restore_rng(state["rng"])
 
 
-# --- buffers -------------------------------------------------------------------------------------
-# Forward passes change buffers (running statistics, caches), so they cannot be copied while the
-# next step runs.
+# --- buffers
+# ------------------------------------------------------------------------------------- Forward
+# passes change buffers (running statistics, caches), so buffers cannot be copied while the next
+# step runs.
 
 
 def capture_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return module buffers by name: copies on the CPU, and live ones on devices.
+    """Return the buffers of a module by name: those on the CPU as copies, those on devices as
+    live tensors.
 
-    Copying the latter would wait for the device; :class:`HostBlob` transfers them.
+    Copying those on devices here would wait for the device; :class:`HostBlob` transfers them.
     """
     return {
         name: b.detach() if is_late(b) else b.detach().to("cpu", copy=True)
@@ -351,8 +360,8 @@ def restore_buffers(module: torch.nn.Module, saved: Mapping[str, torch.Tensor]) 
             with torch.no_grad():
                 buffer.copy_(value)
             continue
-        # A cache that had grown, or was filled after construction. It may be replaced, because only
-        # its module refers to it.
+        # The shape differs, so this is a cache that has grown or was filled after construction.
+        # Replace it by a new tensor, which is safe because only its module refers to it.
         path, _, leaf = name.rpartition(".")
         owner = dict(module.named_modules()).get(path)
         if owner is None or leaf not in owner._buffers:
@@ -368,8 +377,8 @@ def restore_buffers(module: torch.nn.Module, saved: Mapping[str, torch.Tensor]) 
 
 
 def _schedules(engine: Any) -> dict[str, tuple[Callable[[], Any], Callable[[Any], None]]]:
-    """Return reader and writer of every schedule that the engine uses, by name. Releases of
-    DeepSpeed have different ones.
+    """Return, by name, a function to read and one to restore the state of every schedule that
+    the engine uses. Which schedules exist depends on the release of DeepSpeed.
     """
     found: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {}
     own = vars(engine)
@@ -409,8 +418,8 @@ _DEEPSPEED = "deepspeed.runtime.activation_checkpointing.checkpointing"
 
 
 def capture_host_rng() -> dict[str, Any]:
-    """State of the generators in host memory, which draw the data. It can be encoded. No generator
-    is advanced."""
+    """Return the encodable state of the random generators on the host (those of Python, NumPy
+    and torch), which data loading uses. No generator is advanced."""
     version, words, gauss = random.getstate()
     return {
         "python": {"version": version, "words": np.array(words, dtype=np.uint32), "gauss": gauss},
@@ -437,7 +446,7 @@ def same_host_rng(a: dict[str, Any], b: dict[str, Any]) -> bool:
 
 
 def capture_rng() -> dict[str, Any]:
-    """State of all generators. It can be encoded. No generator is advanced."""
+    """Return the encodable state of all random generators. No generator is advanced."""
     name, device = _accelerator()
     return {
         **capture_host_rng(),
@@ -469,10 +478,11 @@ def restore_rng(state: dict[str, Any]) -> None:
 
 
 def _accelerator() -> tuple[str, Any]:
-    """Return the name and random-state functions of DeepSpeed's accelerator.
+    """Return the name of DeepSpeed's accelerator, and the object with the functions for its
+    random state.
 
-    Without DeepSpeed these are the device's that torch has initialized. ``("cpu", None)`` if there
-    is none.
+    Without DeepSpeed, they are those of the device that torch has initialized; ``("cpu", None)``
+    if there is no device.
     """
     module = sys.modules.get("deepspeed.accelerator")
     if module is None:
@@ -483,7 +493,8 @@ def _accelerator() -> tuple[str, Any]:
 
 
 def _trackers() -> Iterator[tuple[str, Any]]:
-    """Yield trackers of random states in the modules that are already imported."""
+    """Yield the trackers of random states (objects for tensor-parallel dropout) in modules that
+    are already imported, by name."""
     seen: list[Any] = []
     for name in (_DEEPSPEED, *_MEGATRON):
         getter = getattr(sys.modules.get(name), "get_cuda_rng_tracker", None)
@@ -496,7 +507,7 @@ def _trackers() -> Iterator[tuple[str, Any]]:
 def _capture_tracker(name: str, tracker: Any) -> dict[str, torch.Tensor]:
     captured = {}
     for key, state in tracker.get_states().items():
-        # Graph-safe trackers keep generators instead of their states.
+        # Trackers that are safe for CUDA graphs keep generators instead of states.
         value = state.get_state() if isinstance(state, torch.Generator) else state
         if not isinstance(value, torch.Tensor):
             raise UnsupportedStateError(

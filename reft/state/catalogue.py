@@ -1,9 +1,10 @@
-"""Live tensors seen as the bytes of a section of the stage image.
+"""Presents live tensors as one sequence of bytes: the image of a section (replicated or owned)
+of a rank's state.
 
-A :class:`SectionImage` lays the memory of a list of tensors end to end, each at a multiple of 64
-bytes, and copies any byte range of that image out of, or into, the live tensors. It holds views,
-never copies, and it never rebinds a tensor: optimizers keep views into flat buffers that a rebound
-``.data`` would cut loose.
+In a :class:`SectionImage` the memory of a list of tensors is laid end to end, each tensor at a
+multiple of 64 bytes. Any byte range of the image can be copied out of, or into, the live
+tensors. The image holds views, never copies, and never assigns a tensor's ``.data``: optimizers
+keep views into flat buffers, which would then no longer share memory with the tensor.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from reft.state import codec
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What must be equal between the tensor that was copied and the one that is restored."""
+    """Properties of a tensor that must be the same when it is copied and when it is restored."""
 
-    name: str  # unique within the section
-    dtype: str  # torch's name without the module, such as ``bfloat16``
-    shape: tuple[int, ...]  # sizes
-    # strides in elements; the bytes are stored in memory order, so they decide which byte is which
-    # element
+    name: str  # Name of the tensor, unique within the section
+    dtype: str  # torch's name of the dtype without the module, such as ``bfloat16``
+    shape: tuple[int, ...]  # Size of each dimension
+    # Stride of each dimension in elements. Bytes are stored in memory order, so the strides
+    # determine which element a byte belongs to
     stride: tuple[int, ...]
 
     @classmethod
@@ -56,7 +57,7 @@ _SECTIONS = ("replicated", "owned")
 
 @dataclass(frozen=True)
 class Manifest:
-    """The tensors of both sections of one rank, in image order."""
+    """The list of tensors in both sections of one rank, in the order of the images."""
 
     replicated: tuple[TensorSpec, ...]
     owned: tuple[TensorSpec, ...]
@@ -67,7 +68,7 @@ class Manifest:
         return cls(images[0].specs, images[1].specs)
 
     def encode(self) -> bytes:
-        """Return bytes for the host section."""
+        """Return the manifest as bytes, for the host section."""
         return codec.encode(
             {
                 name: [
@@ -91,7 +92,7 @@ class Manifest:
         )
 
     def check(self, images: tuple[SectionImage, SectionImage]) -> None:
-        """Refuse images that are not exactly what this manifest describes."""
+        """Raise an error if images differ from this manifest in any tensor."""
         for section, image in zip(_SECTIONS, images, strict=True):
             _check_section(section, getattr(self, section), image.specs)
 
@@ -115,8 +116,8 @@ def _check_section(
 
 
 def end_to_end(sizes: Iterable[int]) -> tuple[tuple[int, ...], int]:
-    """Where tensors of these bytes lie in an image, each aligned as shards and blocks are, and its
-    size."""
+    """Return the offsets of tensors with the given sizes in an image, aligned like shards and
+    blocks, and the size of the image."""
     offsets, end = [], 0
     for nbytes in sizes:
         offsets.append(end)
@@ -127,26 +128,27 @@ def end_to_end(sizes: Iterable[int]) -> tuple[tuple[int, ...], int]:
 class SectionImage:
     """The logical bytes of a section: live tensors laid end to end, each 64-byte aligned.
 
-    Memory that appears twice (tied parameters, views of one storage) is stored once, under the name
-    of the largest tensor, the first of equals. Safe to use from a thread other than the one that
-    trains, as far as the bytes themselves are not being written.
+    Memory that appears twice (tied parameters, views of one storage) is stored once, under the
+    name of the largest tensor or, of equally large ones, the first. The image may be used from a
+    thread other than the training thread as long as the bytes themselves are not being written.
 
     Args:
-        tensors: unique names and live tensors, in an order that every incarnation repeats.
+        tensors: pairs of a unique name and a live tensor, in an order that is the same after
+            every restart.
 
     Raises:
-        UnsupportedStateError: for a tensor that does not fill its memory range (gaps, overlaps,
-            expanded), is sparse, or overlaps another one in part.
+        UnsupportedStateError: a tensor does not fill its memory range exactly once (gaps,
+            overlaps, expanded), is sparse, or partly overlaps another one.
     """
 
     def __init__(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
         detached = [(name, t.detach()) for name, t in tensors]
         kept = _without_aliases(detached)
-        # Aliases are watched too: a view whose ``.data`` was assigned has a version counter of its
-        # own.
+        # Watch aliases for writes as well: a view whose ``.data`` was assigned has a version
+        # counter of its own.
         self._watched = [(name, t) for name, t in detached if not t.is_inference()]
         self.specs: tuple[TensorSpec, ...] = tuple(TensorSpec.of(name, t) for name, t in kept)
-        # The memory of each as 1-D uint8, in memory order.
+        # The memory of each tensor as 1-D uint8, in memory order.
         flat = (t.as_strided((t.numel(),), (1,), t.storage_offset()) for _, t in kept)
         self._views = [t.view(torch.uint8) for t in flat]
         self.offsets: tuple[int, ...]
@@ -155,18 +157,19 @@ class SectionImage:
         self._index_parts()
 
     def _index_parts(self) -> None:
-        # Only tensors with bytes take part in copying; several zero-size ones may share an offset.
+        # Leave out tensors of size zero, which have nothing to copy and may share an offset.
         parts = zip(self.offsets, self._views, self.specs, strict=True)
         self._parts = [part for part in parts if part[1].numel()]
         self._starts = [start for start, _, _ in self._parts]
 
     def write_counts(self) -> list[int]:
-        """How often each tensor was written in place, as torch counts it (``Tensor._version``).
-        Writes through ``.data`` and by other libraries are not counted."""
+        """Return how often each tensor was written in place, as torch counts writes
+        (``Tensor._version``). Torch does not count writes through ``.data`` and by other
+        libraries."""
         return [t._version for _, t in self._watched]
 
     def written_since(self, counts: Sequence[int]) -> list[str]:
-        """Return the names of the tensors that were written after :meth:`write_counts` returned
+        """Return the names of the tensors that were written since :meth:`write_counts` returned
         ``counts``.
         """
         pairs = zip(self._watched, counts, strict=True)
@@ -175,14 +178,15 @@ class SectionImage:
     def with_copies(
         self, names: Collection[str]
     ) -> tuple[SectionImage, list[tuple[torch.Tensor, torch.Tensor]]]:
-        """Return the same image, in which copies stand for some tensors.
+        """Return the same image with copies in place of some tensors.
 
         Args:
             names: tensors to replace. The returned image no longer watches them for writes.
 
         Returns:
-            The image, and for every replaced tensor ``(copy, live bytes)``, both 1-D uint8 on its
-            device. The copies are uninitialised; whoever takes a version fills them first.
+            The image, and for every replaced tensor ``(copy, live bytes)``, both 1-D uint8 on
+            the tensor's device. The copies are uninitialised: the caller fills them before each
+            version is taken.
         """
         addresses = {t.untyped_storage().data_ptr() for name, t in self._watched if name in names}
         image, pairs = copy.copy(self), []
@@ -204,31 +208,32 @@ class SectionImage:
 
     @property
     def device(self) -> torch.device:
-        """Where the first tensor lies; the CPU for an empty section."""
+        """Device of the first tensor; the CPU for an empty section."""
         return self._views[0].device if self._views else torch.device("cpu")
 
     def live(self, start: int, stop: int) -> list[torch.Tensor]:
-        """Return the live bytes of ``image[start : stop]`` without padding, 1-D uint8 views."""
+        """Return the live bytes of ``image[start : stop]`` without padding, as 1-D uint8 views."""
         return [v[max(0, start - o) : stop - o] for o, v, _ in self._overlapping(start, stop)]
 
     def tensors_at(self, start: int, stop: int) -> list[TensorSpec]:
-        """What has bytes in ``image[start : stop]``, in order."""
+        """Return the tensors that have bytes in ``image[start : stop]``, in order."""
         return [spec for _, _, spec in self._overlapping(start, stop)]
 
     def read_into(self, start: int, out: torch.Tensor) -> None:
-        """Copy ``image[start : start + len(out)]`` into ``out`` (1-D uint8, contiguous); padding is
-        0.
+        """Copy ``image[start : start + len(out)]`` into ``out`` (1-D uint8, contiguous). Padding
+        becomes 0.
 
-        Returns when the bytes have arrived. On a device it runs on the calling thread's stream,
-        which knows nothing of the training thread's: :meth:`pieces_into` and a copy engine do.
+        Returns when the bytes have arrived. On a device, the copy runs on the calling thread's
+        stream, without waiting for the training thread's stream. If that matters, use
+        :meth:`pieces_into` and a copy engine.
         """
         for view, target in self.pieces_into(start, out):
             target.copy_(view)
 
     def pieces_into(self, start: int, out: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """What is to be copied so that ``out`` holds ``image[start : start + len(out)]``. Returns
-        ``(live bytes, part of out)`` in order of their place, both 1-D uint8 views of equal size.
-        Padding between them is set to 0 here."""
+        """Return the copies to make so that ``out`` holds ``image[start : start + len(out)]``:
+        pairs ``(live bytes, part of out)`` in image order, both 1-D uint8 views of equal size.
+        Padding between the parts is set to 0 by this call."""
         position, stop = self._range(start, out)
         pieces = []
         for offset, view, _ in self._overlapping(start, stop):
@@ -245,18 +250,20 @@ class SectionImage:
         data: torch.Tensor,
         copy: Callable[[torch.Tensor, torch.Tensor], object] = torch.Tensor.copy_,
     ) -> None:
-        """Copy ``data`` (1-D uint8) into the live tensors at ``image[start : start + len(data)]``.
-        ``copy``: called with (live bytes, part of data), 1-D uint8 views of equal size."""
+        """Copy ``data`` (1-D uint8) into the live tensors at ``image[start : start +
+        len(data)]``. Each part is copied by ``copy(live bytes, part of data)``, with 1-D uint8
+        views of equal size."""
         _, stop = self._range(start, data)
         for offset, view, _ in self._overlapping(start, stop):
             begin, end = max(start, offset), min(stop, offset + view.numel())
             copy(view[begin - offset : end - offset], data[begin - start : end - start])
 
     def locate(self, tensor: torch.Tensor) -> int | None:
-        """Return the offset of the tensor's first element in the image, or None.
+        """Return the offset in bytes of a tensor's first element in the image; None if the
+        tensor is not in the image or has no elements.
 
-        The tensor must lie within the memory of one member; its element with strides ``s`` then is
-        at ``offset + itemsize * sum(index * s)``. A zero-size tensor has no place: None.
+        The tensor must lie entirely within one tensor of the image. Its element at ``index`` is
+        then at ``offset + itemsize * sum(index * stride)``.
         """
         extent = _extent_bytes(tensor)
         if not extent:
@@ -272,7 +279,8 @@ class SectionImage:
 
     @cached_property
     def _addresses(self) -> dict[str, tuple[list[int], list[tuple[int, torch.Tensor]]]]:
-        """Per device: addresses of the members, ascending, and the members."""
+        """For each device: the start addresses of the image's tensors in ascending order, and
+        for each address the offset in the image and the tensor."""
         by_device: dict[str, tuple[list[int], list[tuple[int, torch.Tensor]]]] = {}
         for offset, view, _ in sorted(self._parts, key=lambda part: part[1].data_ptr()):
             starts, parts = by_device.setdefault(str(view.device), ([], []))
@@ -303,37 +311,40 @@ class SectionImage:
 
 
 class Adapter(Protocol):
-    """The model and optimizer of one rank, as images and host values, whatever optimizer it is."""
+    """Interface to the model and optimizer of one rank, as images and host values. Every
+    supported optimizer class has an implementation."""
 
     @property
     def steps_exactly(self) -> bool:
-        """Whether a host repeats a device's step of the optimizer to the bit."""
+        """Whether a host can repeat a device's optimizer step bit for bit."""
 
     @property
     def written_by_steps(self) -> frozenset[str]:
-        """Names of the tensors in the images that a step writes before its optimizer does. They
-        are copied where the step begins."""
+        """Names of the tensors in the images that a step writes before its optimizer writes.
+        They are copied aside when the step begins."""
 
     def images(self) -> tuple[SectionImage, SectionImage]:
-        """``(replicated, owned)`` views of the live tensors; build again when :meth:`signature`
-        changes."""
+        """Return the images of the live tensors as ``(replicated, owned)``. They must be built
+        again when :meth:`signature` changes."""
 
     def expected_bytes(self) -> tuple[int, int]:
-        """``(replicated, owned)`` bytes once the optimizer has state, which it makes in its first
-        step."""
+        """Return the sizes of ``(replicated, owned)`` in bytes, as they are once the optimizer
+        has created its state in its first step."""
 
     def signature(self) -> Hashable:
-        """Changes if and only if :meth:`images` would differ: a tensor appeared, moved or grew."""
+        """Return a value that changes if and only if :meth:`images` would differ, because a
+        tensor appeared, moved or grew."""
 
     def prepare(
         self, manifest: Manifest, host_state: dict[str, Any]
     ) -> tuple[SectionImage, SectionImage]:
-        """Give the optimizer the state entries that the snapshot has, so that the images match.
-        Returns images whose bytes are to be written."""
+        """Create in the optimizer the state entries that the version has, so that the images
+        match its manifest. Return the images into which the bytes are to be written."""
 
 
 def _without_aliases(tensors: list[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
-    """Every byte once: tensors that lie within another one of the list are dropped."""
+    """Return the tensors without those that lie within another tensor of the list, so that every
+    byte is stored once."""
     seen: set[str] = set()
     for name, tensor in tensors:
         if name in seen:
@@ -343,7 +354,8 @@ def _without_aliases(tensors: list[tuple[str, torch.Tensor]]) -> list[tuple[str,
         seen.add(name)
         check_dense(name, tensor)
     sized = [(i, t) for i, (_, t) in enumerate(tensors) if t.numel()]
-    # By address; of those that start together the longest first, then the earliest.
+    # Sort by address; of tensors that start at the same address, the longest comes first, then
+    # the first in the list.
     sized.sort(key=lambda p: (str(p[1].device), p[1].data_ptr(), -_extent_bytes(p[1]), p[0]))
     dropped: set[int] = set()
     device, end, owner = None, 0, ""
@@ -380,8 +392,8 @@ def check_dense(name: str, tensor: torch.Tensor) -> None:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether the elements fill one range of memory, each byte once (in any order of
-    dimensions).
+    """Return whether the elements fill one range of memory, each byte exactly once (in any order
+    of dimensions).
     """
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
@@ -394,7 +406,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def _extent_bytes(tensor: torch.Tensor) -> int:
-    """Return the number of bytes from the first to the last element, 0 for a tensor without
+    """Return the number of bytes from the first to the last element; 0 for a tensor without
     elements.
     """
     if not tensor.numel():

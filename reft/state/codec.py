@@ -1,4 +1,4 @@
-"""Host state as bytes: msgpack with extension types, never pickle.
+"""Encodes host state as bytes: msgpack with extension types, never pickle.
 
 A decoded value has the types and the bits of the encoded one (NaN payloads, negative zero, 16-bit
 floats, integers of any size). Only a fixed list of types is encoded, and decoding calls only their
@@ -6,9 +6,9 @@ constructors, so bytes from another host can create data but not run code (P11).
 tensors only; ``torch.load(weights_only=True)`` still runs an unpickler, and refuses most types that
 client state may contain.)
 
-Encoding and decoding copy tensors and arrays; decoded ones are on the CPU. Autograd state and
-memory format are lost, and an object that is referenced twice becomes two objects. torch and numpy
-are imported only when a value needs them, so that small processes can decode plain state.
+Encoding and decoding copy tensors and arrays; decoded tensors are on the CPU. Autograd state and
+memory format are lost, and an object that is referenced twice becomes two objects. torch and
+numpy are imported only when a value needs them, so that small processes can decode plain state.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ _INT_MIN, _INT_MAX = -(2**63), 2**64 - 1
 
 
 class DecodeError(ReftError, ValueError):
-    """The bytes are no encoded value, are truncated, or name a type that this process lacks."""
+    """The bytes are not an encoded value, are truncated, or name a type that this process lacks."""
 
 
 class _Ext(enum.IntEnum):
-    """Extension codes. They are part of the stored format: append, never renumber."""
+    """Extension codes. They are part of the stored format: new codes may be added, but never
+    change a number."""
 
     TUPLE = 1
     INT = 2
@@ -72,22 +73,23 @@ def encode(value: Any) -> bytes:
     """Encode a value.
 
     Raises:
-        UnsupportedStateError: it contains a type that is not on the list.
+        UnsupportedStateError: the value contains a type that is not on the list.
     """
     return _pack(_lower(value, "state", 0))
 
 
 def decode(data: bytes | bytearray | memoryview) -> Any:
-    """Decode what :func:`encode` returned. The value shares no memory with ``data``.
+    """Decode the output of :func:`encode`. The value shares no memory with ``data``.
 
     Raises:
-        DecodeError: the bytes are no encoded value.
+        DecodeError: the bytes are not an encoded value.
     """
     try:
         return _unpack(data)
     except DecodeError:
         raise
-    except Exception as e:  # msgpack and the constructors raise many classes on damaged bytes
+    # msgpack and the constructors raise errors of many classes for damaged bytes
+    except Exception as e:
         raise DecodeError(
             f"{memoryview(data).nbytes} bytes cannot be decoded ({type(e).__name__}: {e}); "
             "expected bytes written by reft.state.codec.encode of this or an older version"
@@ -99,7 +101,7 @@ def is_plain(value: Any) -> bool:
     import torch
 
     kind = type(value)
-    # torch 2.4 has no class for buffers.
+    # torch 2.4 has no class torch.nn.Buffer.
     return kind in (torch.Tensor, torch.nn.Parameter) or kind is getattr(torch.nn, "Buffer", None)
 
 
@@ -159,7 +161,8 @@ def _items(value: Any, path: str, depth: int) -> list[Any]:
 
 
 def _members(value: Any, path: str, depth: int) -> list[Any]:
-    # Sorted by their bytes, so that equal sets have equal encodings under every hash seed.
+    # Sort a set's items by their bytes, so that equal sets have equal encodings under every hash
+    # seed.
     path = f"{path}{{...}}"
     return sorted((_lower(_check_key(v, path), path, depth) for v in value), key=_pack)
 
@@ -186,8 +189,8 @@ def _bounds(value: Any, path: str, depth: int) -> list[Any]:
 
 
 def _library_form(value: Any) -> tuple[_Ext, _Lower] | None:
-    """Return extension code and encoder for values of torch and numpy and for enum members; None
-    for others.
+    """Return the extension code and the encoder for a value of torch or numpy, or an enum
+    member; None for any other value.
     """
     form = _torch_form(value) if "torch" in sys.modules else None
     if form is None and "numpy" in sys.modules:
@@ -251,7 +254,8 @@ def _dtype(dtype: np.dtype[Any], path: str) -> str:
     return dtype.str
 
 
-_RAW = (_Ext.INT, _Ext.BYTEARRAY)  # Their payload is the value's bytes, not a msgpack document
+# Extensions whose payload is the value's bytes, not a msgpack document
+_RAW = (_Ext.INT, _Ext.BYTEARRAY)
 _FORMS: dict[type, tuple[_Ext, _Lower]] = {
     int: (
         _Ext.INT,
@@ -276,7 +280,7 @@ _FORMS: dict[type, tuple[_Ext, _Lower]] = {
 
 
 def _raise(code: int, data: bytes) -> Any:
-    """Create the value of an extension. Codes that are not on the list are refused."""
+    """Create the value of an extension. A code that is not on the list raises an error."""
     if code not in _MAKE:
         raise DecodeError(
             f"found extension code {code}; this version knows {min(_Ext)}..{max(_Ext)}"
@@ -304,7 +308,7 @@ def make_tensor(parts: Any) -> torch.Tensor:
         raise DecodeError(f"found {len(raw)} bytes for a {dtype} tensor of shape {tuple(shape)}")
     tensor = torch.empty(tuple(shape), dtype=dtype)
     if raw:
-        # The bytearray is a copy, so that the tensor does not share memory with the source buffer.
+        # The bytearray is a copy, so the tensor shares no memory with the source buffer.
         flat = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
         tensor.reshape(-1).view(torch.uint8).copy_(flat)
     return tensor
@@ -335,7 +339,7 @@ def _make_scalar(parts: Any) -> Any:
 
     name, raw = parts
     dtype = _make_dtype(name)
-    if dtype.itemsize == 0:  # an empty numpy string or bytes
+    if dtype.itemsize == 0:  # An empty numpy string or bytes
         return np.zeros((), dtype=dtype)[()]
     return np.frombuffer(bytearray(raw), dtype=dtype)[0]
 
@@ -350,8 +354,8 @@ def _encode_torch(name: str) -> Callable[[Any], Any]:
 
 
 def _make_enum(parts: Any) -> enum.Enum:
-    # The class is looked up only in the namespaces of modules that are already imported, so that
-    # the bytes can trigger neither an import nor a module's __getattr__ (P11).
+    # Look up the class only in the namespaces of modules that are already imported, so that the
+    # bytes can trigger neither an import nor a module's __getattr__ (P11).
     module, qualname, name = parts
     found: Any = sys.modules.get(module)
     for part in qualname.split("."):

@@ -1,7 +1,8 @@
-"""The state of single objects of a script: objects with ``state_dict``, and random generators.
+"""Captures and restores the state of single objects of a script: objects with ``state_dict``,
+and random generators.
 
-:func:`capture` reads an object's state as encodable values; :func:`restore` puts it back in place.
-Neither advances a generator.
+:func:`capture` returns an object's state as encodable values; :func:`restore` restores the
+object in place. Neither advances a generator.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ KINDS = (
     "objects with state_dict and load_state_dict (modules, optimizers, schedulers, loaders), "
     "torch.Generator, numpy.random.Generator and RandomState, random.Random"
 )
-"""The objects that :func:`is_known` accepts, as a text for messages."""
+"""Description of the objects that :func:`is_known` accepts, for messages."""
 
 
 def is_generator(value: Any) -> bool:
@@ -27,7 +28,7 @@ def is_generator(value: Any) -> bool:
 
 def is_stateful(value: Any) -> bool:
     """Return whether a value is an object with ``state_dict`` and ``load_state_dict`` (torch's
-    ``Stateful`` protocol). A class is not.
+    ``Stateful`` protocol). Returns False for a class.
     """
     names = ("state_dict", "load_state_dict")
     return not isinstance(value, type) and all(
@@ -40,8 +41,8 @@ def is_known(value: Any) -> bool:
 
 
 def capture(value: Any) -> Any:
-    """Return the state of a known object. It may alias live tensors, so it must be encoded before
-    training continues.
+    """Return the state of a known object. The state may alias live tensors, so it must be
+    encoded before training continues.
     """
     if isinstance(value, torch.Generator):
         return value.get_state()
@@ -56,7 +57,7 @@ def capture(value: Any) -> Any:
 
 
 def restore(value: Any, saved: Any) -> None:
-    """Put back what :func:`capture` returned, in place."""
+    """Restore in place the state that :func:`capture` returned."""
     if isinstance(value, torch.Generator):
         value.set_state(saved)
     elif isinstance(value, np.random.Generator):

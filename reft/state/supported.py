@@ -1,7 +1,8 @@
-"""Engines and optimizers whose state reft knows.
+"""Checks whether an engine and its optimizer are among those whose state reft knows.
 
-All others are refused by name at the start, so that unknown state cannot become a wrong version.
-:mod:`reft.checks.preflight` refuses what can be seen in DeepSpeed's configuration alone.
+All others are refused at the start by an error that names them, so that no version can be wrong
+because of unknown state. :mod:`reft.checks.preflight` refuses what can be seen in DeepSpeed's
+configuration alone.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ _DEEPSPEED_OPTIMIZERS = frozenset(
         "deepspeed.ops.lion.fused_lion.FusedLion",
     }
 )
-"""DeepSpeed's optimizers that keep everything in ``state`` and ``param_groups`` (and, for CPU Adam,
-in what :func:`reft.state.adapters.replay` makes again)."""
+"""Class paths of DeepSpeed's optimizers whose complete state is in ``state`` and
+``param_groups`` (and, for CPU Adam, in what :func:`reft.state.adapters.replay` computes again)."""
 
 _ADVICE = {
     "deepspeed.runtime.fp16.onebit.": "it keeps an error feedback per worker; use Adam or AdamW",
@@ -38,16 +39,16 @@ _ADVICE = {
 }
 
 APEX_FUSED_ADAM = "apex.optimizers.fused_adam.FusedAdam"
-# NVIDIA's apex is recognized by module and attributes, and never imported; PyPI's package of that
-# name is another one. Its two optimizers keep Adam's moments in ``state`` and one step count per
-# group in ``param_groups``, so that the adapters treat them like torch's Adam.
+# NVIDIA's apex is recognized by module and attributes, and never imported (the package apex on
+# PyPI is a different one). NVIDIA's two optimizers keep Adam's moments in ``state`` and one step
+# count per group in ``param_groups``, so the adapters treat them like torch's Adam.
 _APEX = {
     APEX_FUSED_ADAM: ("adam_w_mode", "set_grad_none", "multi_tensor_adam"),
     "apex.optimizers.fused_lamb.FusedLAMB": (
         *("adam_w_mode", "set_grad_none", "use_nvlamb", "multi_tensor_lamb"),
     ),
 }
-"""Attributes that NVIDIA's classes have, by class path."""
+"""Attributes by which NVIDIA's classes are recognized, by class path."""
 _APEX_ELSEWHERE = {
     "master_weights": "keeps fp32 masters in an attribute of its own",
     "capturable": "keeps its step count and learning rate on the device",
@@ -62,7 +63,7 @@ def refuse(found: str, change: str) -> UnsupportedStateError:
 
 
 def refuse_class(value: Any) -> UnsupportedStateError:
-    """Return the error for an optimizer of an unknown class, with what to use instead."""
+    """Return the error for an optimizer of an unknown class, which says what to use instead."""
     path = class_path(value)
     change = next((a for prefix, a in _ADVICE.items() if path.startswith(prefix)), None)
     return refuse(
@@ -71,7 +72,7 @@ def refuse_class(value: Any) -> UnsupportedStateError:
 
 
 def check_engine(engine: Any) -> None:
-    # DeepSpeedEngine.__getattr__ looks into the module: a model's attribute must not answer.
+    # Use vars(): DeepSpeedEngine.__getattr__ would also return attributes of the model.
     own = vars(engine)
     sharded = own.get("optimized_linear_base_weight_sharding")
     parts = int(own.get("sequence_parallel_size", 1))
@@ -99,7 +100,7 @@ def check_engine(engine: Any) -> None:
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """Refuse an innermost optimizer that keeps state outside ``state`` and ``param_groups``."""
+    """Refuse an innermost optimizer that keeps state outside of ``state`` and ``param_groups``."""
     check_apex(optimizer)
     path = class_path(optimizer)
     if path in _DEEPSPEED_OPTIMIZERS:
@@ -116,8 +117,8 @@ def check_optimizer(optimizer: Any) -> None:
 
 
 def check_apex(optimizer: Any) -> None:
-    """Refuse optimizers of apex with state outside ``state`` and ``param_groups``. Other optimizers
-    are not checked."""
+    """Refuse an optimizer of apex with state outside of ``state`` and ``param_groups``. Other
+    optimizers are not checked."""
     attributes, found = vars(optimizer), f"the optimizer {class_path(optimizer)}"
     if "_amp_stash" in attributes:
         raise _refuse_apex(
@@ -152,14 +153,16 @@ def _refuse_apex(found: str, change: str) -> UnsupportedStateError:
 
 
 def explain_not_loadable(engine: Any) -> str | None:
-    """Explain why this DeepSpeed cannot load a checkpoint of this engine, and what to change (P12).
+    """Explain why the installed release of DeepSpeed cannot load a checkpoint of this engine,
+    and what to change (P12).
 
-    Some releases load partitions for a wrapper that has none (``AttributeError:
-    dp_process_group``). Others give ``BF16_Optimizer``, which expects a list of partitions, one
-    state dict (``KeyError: 0``). :mod:`reft.checks.preflight` lists them.
+    Some releases try to load partitions for an optimizer wrapper that has none
+    (``AttributeError: dp_process_group``). Others pass a single state dict to
+    ``BF16_Optimizer``, which expects a list of partitions (``KeyError: 0``).
+    :mod:`reft.checks.preflight` lists these releases.
 
     Returns:
-        None if it can.
+        The text; None if it can.
     """
     if not engine.bfloat16_enabled():
         return None

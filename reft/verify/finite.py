@@ -1,4 +1,4 @@
-"""Refuses versions that contain a NaN, so that they do not replace good ones."""
+"""Refuses versions that contain a NaN or an infinity, so that they do not replace good versions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class FiniteCheck(VersionFeature):
     """Refuses versions that hold a NaN or an infinity in a 16-bit or 32-bit float tensor.
 
     Args:
-        most_in_a_row: number of consecutive such versions after which the job is stopped.
+        most_in_a_row: number of consecutive refused versions after which the job is stopped.
     """
 
     name = "finite"
@@ -25,7 +25,8 @@ class FiniteCheck(VersionFeature):
         self._in_a_row = 0
 
     def inspect(self, version: CopiedVersion) -> SkipCause | None:
-        """Evaluate the search for NaN, which was done while the blocks were hashed."""
+        """Return the cause to refuse the version if a NaN or infinity was found while its blocks
+        were hashed; otherwise None."""
         names: list[str] = []
         for placed in sorted(version.writer.not_finite, key=lambda placed: placed.key):
             is_owned = placed.key.section is Section.OWNED

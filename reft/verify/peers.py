@@ -1,4 +1,5 @@
-"""Compares the state that must be equal on data-parallel peers, and finds the rank that differs."""
+"""Compares the state that must be equal on all data-parallel peers, and finds the rank that
+differs."""
 
 from __future__ import annotations
 
@@ -27,28 +28,32 @@ logger = logging.getLogger(__name__)
 PEERS_DIFFER = "peers differ"
 
 TURNS = 61
-"""Number of versions in which every block is compared once, if blocks take turns."""
+"""If only some blocks are compared with each version, every block is compared once in this
+number of versions."""
 
 
-_COLUMNS = 64  # Sums per block; several sums also detect data that moved within the block
+# Number of sums per block; several sums also detect data that moved within the block
+_COLUMNS = 64
 
 
 class PeerCheck(VersionFeature):
     """Compares replicated state between data-parallel peers, and finds the rank that differs.
 
     Redundancy does not help against a device that computes wrong results, or a bit that flips
-    before the copy: the wrong bytes are protected like any others. With every version, each member
-    of a sharding group therefore computes the checksum of the same bytes of its own replica, while
-    training does not change them. Ring neighbours compare these checksums, and a version that
-    differs is not committed.
+    before the copy: wrong bytes are protected like correct ones. Therefore, with every version,
+    each member of a sharding group computes checksums of the same bytes in its own replica,
+    while training does not change them. Ring neighbours compare their checksums, and a version
+    for which they differ is not committed.
 
     Args:
-        by_turns: compare only some of the replicated section's blocks with each version, so that
-            each block is compared once in :data:`TURNS` versions; otherwise compare all of them.
+        by_turns: True to compare only some of the replicated section's blocks with each version,
+            so that each block is compared once in :data:`TURNS` versions; False to compare all
+            of them.
         block_bytes: size of a block.
-        chunk_bytes: bytes that are hashed on the host for one permit of the gate.
-        on_difference: ``report`` discards the version and training continues; ``stop`` ends the
-            job; ``rollback`` restarts it from the newest committed version.
+        chunk_bytes: number of bytes that are hashed on the host for each permit from the gate.
+        on_difference: what happens if peers differ. ``report`` discards the version and training
+            continues; ``stop`` ends the job; ``rollback`` restarts the job from the newest
+            committed version.
     """
 
     name = "peers"
@@ -65,10 +70,11 @@ class PeerCheck(VersionFeature):
         self._block_bytes, self._chunk_bytes = block_bytes, chunk_bytes
         self._on_difference = on_difference
         self._differing: frozenset[int] = frozenset()
-        """Blocks that differed; they are compared with every version until they are equal."""
+        """Blocks that differed between peers; they are compared with every version until they
+        are equal again."""
         self._turn: int | None = None
-        """Turn of the next version. None uses its step, until the ranks have voted on a version
-        together."""
+        """Turn (selection of blocks) of the next version; None until the ranks have voted on a
+        version together; until then the version's step is used instead."""
         self._blocks: Sequence[int] = ()  # Blocks compared in the newest version
         self._memory = torch.zeros(0, dtype=torch.int64)
         self._images: LiveImages | None = None  # Images of the newest version
@@ -82,8 +88,8 @@ class PeerCheck(VersionFeature):
 
     @property
     def sums(self) -> dict[int, int]:
-        """Checksum by block of the newest version. On a device, valid only after its stream was
-        waited for."""
+        """Checksum of each compared block of the newest version. On a device, valid only after
+        its stream was waited for."""
         return dict(zip(self._blocks, self._memory.tolist(), strict=False))
 
     # -- checksums of this rank's own replica ------------------------------------------------------
@@ -100,7 +106,8 @@ class PeerCheck(VersionFeature):
             copy_when_admitted(engine, gate, encode=part)
 
     def _choose(self, images: LiveImages, step: int) -> int:
-        """Choose the blocks to compare in a version; returns the largest number for any version."""
+        """Choose the blocks to compare with a version; return the largest number of blocks that
+        any version compares."""
         count = -(-images.replicated.nbytes // self._block_bytes)
         turn = step if self._turn is None else self._turn
         self._blocks = [
@@ -109,10 +116,10 @@ class PeerCheck(VersionFeature):
         return count
 
     def _parts(self, images: LiveImages) -> Iterator[Encode]:
-        """Calls that compute the checksums.
+        """Yield calls that compute the checksums.
 
-        For a device, a single call queues all work on the current stream, and returns the copy to
-        the host. On the host, each call reads ``chunk_bytes``.
+        On a device there is one call: it queues all work on the current stream and returns the
+        pending copy of the results to the host. On the host, each call reads ``chunk_bytes``.
         """
         image, size = images.replicated, self._block_bytes
         live = [image.live(b * size, min(image.nbytes, (b + 1) * size)) for b in self._blocks]
@@ -130,7 +137,7 @@ class PeerCheck(VersionFeature):
     # -- comparison --------------------------------------------------------------------------------
 
     def compare(self, version: CopiedVersion) -> SkipCause | None:
-        """Compare one checksum over all checksums with the neighbours in the ring."""
+        """Compare with the ring neighbours, by one checksum over all blocks' checksums."""
         assert self._control is not None
         ranks, sums = self._members(), self.sums
         if len(ranks) == 1 or not sums:
@@ -143,7 +150,7 @@ class PeerCheck(VersionFeature):
         return None if torch.equal(mine, theirs) else SkipCause(PEERS_DIFFER)
 
     def _members(self) -> tuple[int, ...]:
-        """Return ranks of the sharding group."""
+        """Return the ranks of this rank's sharding group."""
         assert self._topology is not None
         assert self._control is not None
         at = self._topology.coordinates[self._control.rank]
@@ -156,7 +163,8 @@ class PeerCheck(VersionFeature):
         return (int(cause is not None and cause.kind == PEERS_DIFFER),)
 
     def voted(self, result: VoteResult, numbers: tuple[int, ...]) -> Halt | None:
-        """Advance to the next turn and, if any group differs, find the blocks and ranks."""
+        """Advance to the next turn and, if the members of any group differ, find out which
+        blocks and ranks."""
         if not result.is_final:
             return None
         step = result.label.step
@@ -179,10 +187,11 @@ class PeerCheck(VersionFeature):
         )
 
     def _find_differing(self) -> str:
-        """Find the blocks that differ in this rank's group, and their ranks. Collective.
+        """Find the blocks that differ within this rank's group, and the ranks that have them.
+        Collective.
 
         Returns:
-            A description; empty if no block differs.
+            A description for the log; empty if no block differs.
         """
         assert self._topology is not None
         assert self._control is not None
@@ -210,7 +219,8 @@ class PeerCheck(VersionFeature):
         return shortened(t.name for b in blocks for t in image.tensors_at(b * size, (b + 1) * size))
 
     def rejoined(self) -> None:
-        """Use the step as the turn again, because ranks may have missed the last vote's result."""
+        """Let the step determine the turn again, because some ranks may have missed the last
+        vote's result."""
         self._turn, self._differing = None, frozenset()
 
 
@@ -220,8 +230,8 @@ def _hash(hasher: HashingCopier, view: torch.Tensor) -> Sequence[Piece]:
 
 
 def _on_device(views: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return a checksum of bytes on a device. Integer sums do not depend on the order of
-    additions."""
+    """Return a checksum of bytes on a device. It consists of integer sums, which do not depend
+    on the order of additions."""
     total = torch.zeros(_COLUMNS, dtype=torch.int64, device=views[0].device)
     for view in views:
         wide = view.data_ptr() % 4 == view.numel() % 4 == 0
@@ -233,13 +243,14 @@ def _on_device(views: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def differing(sums: Mapping[int, Mapping[int, int]]) -> dict[int, tuple[int, ...]]:
-    """Return blocks that differ among the members of a group.
+    """Return the blocks that differ among the members of a group.
 
     Args:
         sums: checksums by member and block.
 
     Returns:
-        For each differing block, the members outside the majority; all members if there is none.
+        For each differing block, the members that disagree with the majority; all members if
+        there is no majority.
     """
     found = {}
     for block in next(iter(sums.values())):

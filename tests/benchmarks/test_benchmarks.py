@@ -193,6 +193,19 @@ def test_mttr_kills_the_same_job_under_both_launchers(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_goodput_runs_one_trace_in_every_way(tmp_path: Path) -> None:
+    result = run("goodput.py", folder=tmp_path)
+    check_head(result, "goodput")
+    (trace,) = result["traces"]
+    assert set(trace["ways"]) == {"reft", "deepspeed-5", "none"}
+    assert len(trace["failures"]) == 4
+    reft = trace["ways"]["reft"]
+    assert reft["losses_compared"] > 0
+    assert reft["losses_differ"] == 0
+
+
 @pytest.mark.integration
 def test_an_interrupted_benchmark_leaves_nothing(tmp_path: Path) -> None:
     process = start("save_stall.py", "--quick", "--steps", "100000", folder=tmp_path)

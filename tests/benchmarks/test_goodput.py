@@ -64,6 +64,13 @@ def test_a_last_step_of_a_killed_process_is_no_restart() -> None:
     assert secs == pytest.approx(70.0 - 50.5)
 
 
+def test_a_job_that_is_down_at_the_end_keeps_its_saved_steps_alone() -> None:
+    lives = [(0.0, 1, 43)]
+    assert make_run("reft", lives, KILLED).kept_steps() == 43 - 1
+    assert make_run("deepspeed-10", lives, KILLED).kept_steps() == 40 - 1
+    assert make_run("none", lives, KILLED).kept_steps() == 0
+
+
 def test_a_loss_that_differs_is_counted() -> None:
     bad = make_run("reft", [(0.0, 1, 51), (60.0, 52, 41)], KILLED)
     bad.losses[60] = ["0x0p+0"]

@@ -83,8 +83,13 @@ def count_moves(session: Any) -> dict[str, Counter[int]]:
         return count
 
     def counting_exchange(sends: Mapping[int, Sequence[torch.Tensor]], receives: Any) -> None:
+        # Masks of requested blocks and confirmations, a few bytes with memory of their own, do not
+        # count; blocks are parts of an arena.
         moved["sent"][stats.committed] += sum(
-            t.nbytes for tensors in sends.values() for t in tensors
+            t.nbytes
+            for tensors in sends.values()
+            for t in tensors
+            if t.dtype != torch.uint8 or t.nbytes < t.untyped_storage().nbytes()
         )
         exchange(sends, receives)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -54,18 +54,25 @@ class Example:
     procs_per_node: int = 1  # ranks on each of the two nodes
     options: Sequence[str] = ()  # further options of ``reft launch``
     zero: dict[str, Any] | None = None  # in the place of the configuration's
+    more: dict[str, Any] = field(default_factory=dict)  # other keys of the configuration
 
-    def run(self, directory: Path, block: dict[str, Any], *, loses_node: bool = False) -> Outcome:
+    def command(self, directory: Path, block: dict[str, Any]) -> tuple[str, ...]:
+        """Writes the configuration to ``directory``, which is made."""
         directory.mkdir(parents=True)
-        config = json.loads((EXAMPLES / self.config).read_text())
+        config = json.loads((EXAMPLES / self.config).read_text()) | self.more
         if self.zero is not None:
             config["zero_optimization"] = self.zero
         path = directory / self.config
         path.write_text(json.dumps({**config, "reft": block}))
         places = ("--deepspeed_config", str(path), "--save-dir", str(directory / "checkpoints"))
-        command = (str(EXAMPLES / self.script), *self.arguments, *places)
+        return (str(EXAMPLES / self.script), *self.arguments, *places)
+
+    def run(self, directory: Path, block: dict[str, Any], *, loses_node: bool = False) -> Outcome:
         with cluster(
-            directory, *command, procs_per_node=self.procs_per_node, options=self.options
+            directory,
+            *self.command(directory, block),
+            procs_per_node=self.procs_per_node,
+            options=self.options,
         ) as job:
             codes, log = run_to_its_end(job, _SECS, lost=int(loses_node))
         assert set(codes.values()) == {0}, log[-4000:]

@@ -26,7 +26,8 @@ PASS = 16  # steps of a pass over the example's 256 samples: two ranks, batches 
 
 
 def weights(run: Path) -> bytes:
-    return (run / "checkpoints" / "model.safetensors").read_bytes()
+    (path,) = (run / "checkpoints").glob("*model.safetensors")
+    return path.read_bytes()
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +56,23 @@ def test_a_trainer_of_a_zero_stage_goes_on_where_the_version_was_taken(
     example = Example("trainer.py", "trainer.json", ("--epochs", "1"), zero=zero)
     example.run(tmp_path / "undisturbed", {"enabled": False})
     lose_a_node(example, tmp_path / "disturbed", PASS // 2)
+    assert weights(tmp_path / "disturbed") == weights(tmp_path / "undisturbed")
+
+
+@pytest.mark.process
+@pytest.mark.integration
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_trainer_of_adapters_goes_on_where_the_version_was_taken(
+    tmp_path: Path, stage: int
+) -> None:
+    """Losses tell that the frozen weights are the same; the adapters are what it saves."""
+    pytest.importorskip("peft", reason="needs peft: pip install peft")
+    zero = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True}
+    example = Example("trainer.py", "trainer.json", ("--epochs", "1", "--lora"), zero=zero)
+    undisturbed = example.run(tmp_path / "undisturbed", {"enabled": False})
+    disturbed = lose_a_node(example, tmp_path / "disturbed", PASS // 2)
+    disturbed.check_against(undisturbed)
+    assert "are frozen weights: every version has them" in disturbed.log
     assert weights(tmp_path / "disturbed") == weights(tmp_path / "undisturbed")
 
 

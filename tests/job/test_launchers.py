@@ -13,10 +13,13 @@ import sysconfig
 import venv
 from collections.abc import Mapping
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
-from reft.checks.start import describe_missing
+from reft.checks.start import describe_frozen, describe_missing
+from reft.policy.choice import JobFacts
+from reft.state.adapters import StateAdapter
 from tests.attack.jobs import clean_environment
 from tests.attack.test_p10_inert import MOST_MODULES
 from tests.machine import free_port
@@ -119,6 +122,21 @@ def test_what_is_missing_without_the_launcher_is_said(monkeypatch: pytest.Monkey
     assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in (describe_missing(persists=False) or "")
     monkeypatch.setenv("REFT_LAUNCHER_PID", "1")
     assert describe_missing(persists=True) is None
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_what_versions_of_frozen_weights_cost_is_said(on_device: bool) -> None:
+    adapter = mock.Mock(spec=StateAdapter)
+    adapter.expected_bytes.return_value = (2**21, 2**20)
+    job = mock.Mock(spec=JobFacts, adapter=adapter, control=mock.Mock(rank=0))
+    job.copies = mock.Mock(asynchronous=on_device)
+    adapter.frozen_bytes.return_value = 0
+    assert describe_frozen(job) is None
+    adapter.frozen_bytes.return_value = 2**20
+    said = describe_frozen(job) or ""
+    assert said.startswith("1.0 MiB of 3.0 MiB on rank 0 are frozen weights")
+    assert ("neither copied nor sent again" in said) is not on_device
+    assert ("still copied from the device" in said) is on_device
 
 
 def command(launcher: tuple[str, ...], python: str = sys.executable) -> tuple[str, ...]:

@@ -342,6 +342,27 @@ def test_zero_3_sends_a_peer_the_whole_partition_and_has_no_pipeline() -> None:
     assert "no pipelines at ZeRO-3" in run(path, *LARGE, *QUICK).err
 
 
+def test_frozen_weights_are_sent_to_peers_once_and_have_no_optimizer() -> None:
+    path = str(ROOT / "configs" / "bf16-zero3.json")
+    job = ("--parameters", "7e9", "--nodes", "2", *QUICK)
+    whole, adapters = (
+        run(path, *job, *more).json for more in ((), ("--trained-parameters", "4e7"))
+    )
+    assert whole["full_bytes"] == pytest.approx(14 * 7e9, rel=1e-6)
+    assert adapters["full_bytes"] == pytest.approx(2 * 7e9 + 12 * 4e7, rel=1e-6)
+    (before,), (arc,) = (
+        [a["bytes"] for a in plan["alternatives"] if a["name"] == "arc"]
+        for plan in (whole, adapters)
+    )
+    host_state = 2**20
+    assert before["sent_bytes"] == pytest.approx(14 * 7e9 / 16 + host_state, rel=1e-3)
+    assert arc["sent_bytes"] == pytest.approx(14 * 4e7 / 16 + host_state, rel=1e-3)
+    assert adapters["step"]["secs"] < 0.7 * whole["step"]["secs"]
+    assert "560.0 MB of all ranks' state change in a step" in " ".join(adapters["notes"])
+    refused = run(path, *job, "--trained-parameters", "8e9")
+    assert "--trained-parameters is 8e+09; write at most the model's number" in refused.err
+
+
 def test_recomputing_is_refused_as_at_the_start(tmp_path: Path) -> None:
     for name in ("bf16-zero2", "bf16-zero2-offload", "bf16-zero3"):
         path = with_block(

@@ -89,6 +89,14 @@ def plan_command(
             "do; without --model, estimate the computing time of a Llama of that size",
         ),
     ] = None,
+    trained_parameters: Annotated[
+        float | None,
+        typer.Option(
+            parser=_count,
+            metavar="N",
+            help="parameters that are trained, as those of adapters (40M); the others are frozen",
+        ),
+    ] = None,
     seq_length: Annotated[
         int | None,
         typer.Option(min=1, help="tokens per sample; default: the model's, at most 4096"),
@@ -189,6 +197,7 @@ def plan_command(
         model,
         layouting,
         parameters,
+        trained=trained_parameters,
         seq_length=seq_length,
         for_megatron=holds_block_alone(values),
     )

@@ -14,6 +14,7 @@ from itertools import permutations
 from typing import Any
 
 import numpy as np
+from rich.filesize import decimal
 
 from reft.checks.preflight import (
     engine_findings,
@@ -27,7 +28,7 @@ from reft.errors import ConfigError
 from reft.grid import Coordinate, Degrees, Topology
 from reft.naming import BLOCK_NAME
 from reft.policy.loads import GRADIENT_BYTES, MODEL_BYTES, OPTIMIZER_BYTES, RankSections
-from reft.tools.planning.model import Cluster, Training, load_shape, read_model_shape
+from reft.tools.planning.model import Cluster, PlannedShape, Training, load_shape, read_model_shape
 
 _EXACT = "exactadam"
 _ADAM = ("adam", "adamw", "lamb", "fusedadam", "fusedlamb", _EXACT)
@@ -175,7 +176,7 @@ class PlannedJob:
         if not self.training.offloaded:
             return 0
         model = MODEL_BYTES if self.half else 4
-        each = OPTIMIZER_BYTES + GRADIENT_BYTES + 2 * model
+        each = (OPTIMIZER_BYTES + GRADIENT_BYTES + 2 * model) * self.training.trained_share
         largest = max(self.stage_parameters(p) for p in range(self.training.stages))
         ranks = min(self.training.machine.devices_per_node, self.training.devices)
         return round(ranks * each * largest / self.training.data)
@@ -184,14 +185,15 @@ class PlannedJob:
         here = self.stage_parameters(stage_id)
         model = MODEL_BYTES if self.half else 4
         optimizer = OPTIMIZER_BYTES if self.half or self.training.zero_1 else _MOMENT_BYTES
-        host = self.block.host_state_bytes
+        host, trained = self.block.host_state_bytes, here * self.training.trained_share
+        partition = optimizer * round(trained / self.training.data)
         if self.training.zero_3:
-            partition = (model + optimizer) * round(here / self.training.data)
-            return RankSections(0, partition, host)
+            weights = model * round(here / self.training.data)
+            frozen = model * round((here - trained) / self.training.data)
+            return RankSections(0, weights + partition, host, frozen)
         if self.training.zero_1:
-            partition = optimizer * round(here / self.training.data)
             return RankSections(round(model * here), partition, host)
-        return RankSections(round((model + optimizer) * here), 0, host)
+        return RankSections(round(model * here + optimizer * trained), 0, host)
 
 
 def plan_job(
@@ -201,6 +203,7 @@ def plan_job(
     layouting: LayoutOptions,
     parameters: float | None = None,
     *,
+    trained: float | None = None,
     seq_length: int | None = None,
     for_megatron: bool = False,
 ) -> PlannedJob:
@@ -214,6 +217,7 @@ def plan_job(
         layouting: layout of the job.
         parameters: nominal number of parameters from which bytes are counted, as publications do;
             None: the exact number of the model.
+        trained: number of parameters that are trained; None: all.
         seq_length: tokens per sample; None: the model's own.
         for_megatron: Megatron-LM trains, and ``config`` holds the block alone.
 
@@ -250,18 +254,14 @@ def plan_job(
             "ZeRO-3: all state is partitioned, so that a copy is the whole partition of a peer; "
             "the time in which weights are gathered is not counted, so snapshots cost less"
         )
-    if parameters is not None and not 0 < parameters < 1e15:
-        raise ConfigError(f"--parameters is {parameters:g}; write a number such as 1.3e9")
-    if model is not None:
-        shape, assumed = load_shape(model, seq_length)
-    elif parameters is not None:
-        shape, assumed = read_model_shape(parameters, layouting.tp, seq_length)
-    else:
-        raise ConfigError(
-            "the model is not known; write --model llama2-1.3b, -2.7b, -6.7b or -34b, the path of "
-            "a .json file such as the config.json of a Hugging Face model, or --parameters 7e9"
-        )
+    shape, assumed = _find_shape(model, parameters, layouting.tp, seq_length)
     notes += [assumed] if assumed else []
+    share = 1.0 if trained is None else trained / (parameters or shape.parameters)
+    if not 0 < share <= 1:
+        raise ConfigError(
+            f"--trained-parameters is {trained:g}; write at most the model's number, "
+            f"{parameters or shape.parameters:g}, such as 40M for adapters"
+        )
     samples = _count(config, "train_micro_batch_size_per_gpu") or 1
     dp, micro_batches = _batches(config, cluster, layouting, samples, notes)
     if shape.heads % layouting.tp:
@@ -270,11 +270,15 @@ def plan_job(
             "change --tp"
         )
     degrees = Degrees(layouting.pp, dp, layouting.tp)
+    if share < 1:
+        total = parameters or shape.parameters
+        notes.append(_explain_frozen(total, share * total, half=half, owned=owned))
     training = Training(
         *(shape, cluster, layouting.tp, layouting.pp, dp, micro_batches, samples),
         zero_1=owned,
         zero_3=zero_3,
         offloaded=is_offloaded(config),
+        trained_share=share,
     )
     nodes = [rank // cluster.devices_per_node for rank in range(degrees.world_size)]
     auto = layouting.order in ("auto", "across-nodes")
@@ -284,6 +288,46 @@ def plan_job(
     is_exact = str(find_part(config, "optimizer").get("type")).lower() == _EXACT
     return PlannedJob(
         training, block, half, layout, parameters, tuple(notes), is_exact, for_megatron
+    )
+
+
+def _find_shape(
+    model: str | None, parameters: float | None, tensor: int, seq_length: int | None
+) -> tuple[PlannedShape, str]:
+    """Return the model's shape, and a description of the assumptions about it.
+
+    Raises:
+        ConfigError: neither a model nor a possible number of parameters is given.
+    """
+    if parameters is not None and not 0 < parameters < 1e15:
+        raise ConfigError(f"--parameters is {parameters:g}; write a number such as 1.3e9")
+    if model is not None:
+        return load_shape(model, seq_length)
+    if parameters is not None:
+        return read_model_shape(parameters, tensor, seq_length)
+    raise ConfigError(
+        "the model is not known; write --model llama2-1.3b, -2.7b, -6.7b or -34b, the path of "
+        "a .json file such as the config.json of a Hugging Face model, or --parameters 7e9"
+    )
+
+
+def _explain_frozen(total: float, trained: float, *, half: bool, owned: bool) -> str:
+    """Return a note on the bytes of frozen weights.
+
+    Args:
+        total: number of parameters.
+        trained: number of parameters that are trained.
+        half: whether weights have 16 bits.
+        owned: whether the optimizer is partitioned over replicas.
+    """
+    weight_bytes = MODEL_BYTES if half else 4
+    optimizer_bytes = OPTIMIZER_BYTES if half or owned else _MOMENT_BYTES
+    changing = decimal(round(trained * (weight_bytes + optimizer_bytes)))
+    constant = decimal(round((total - trained) * weight_bytes))
+    return (
+        f"{total - trained:.3g} parameters are frozen: {changing} of all ranks' state change in a "
+        f"step, and {constant} are in every version, but sent to peers only once; they are copied "
+        "from a device to be compared"
     )
 
 

@@ -337,6 +337,8 @@ class Training:
     zero_3: bool = False
     # Whether master weights and moments are in host memory, and are updated on the host
     offloaded: bool = False
+    # Fraction of the parameters that is trained; the others are frozen
+    trained_share: float = 1.0
 
     def __post_init__(self) -> None:
         if min(self.tensor, self.stages, self.data, self.micro_batches, self.samples) < 1:
@@ -375,22 +377,25 @@ class Training:
 
     @property
     def fits_device(self) -> bool:
-        """Whether model, optimizer and half-precision gradients fit into a device's memory.
+        """Whether weights, and optimizer and half-precision gradients of trained ones, fit into a
+        device's memory.
 
         With ZeRO, only the device's own partitions count; an offloaded optimizer takes nothing.
         Activations, and weights that ZeRO-3 has gathered, are not counted.
         """
         largest = max(self.stage_parameters(p) for p in range(self.stages))
-        weights = (MODEL_BYTES + HALF_BYTES) / (self.data if self.zero_3 else 1)
+        shares = self.data if self.zero_3 else 1
+        weights, gradients = MODEL_BYTES / shares, HALF_BYTES / shares
         optimizer = 0 if self.offloaded else OPTIMIZER_BYTES / self._optimizer_shares
-        return largest * (weights + optimizer) <= self.machine.memory_bytes
+        each = weights + self.trained_share * (gradients + optimizer)
+        return largest * each <= self.machine.memory_bytes
 
     @property
     def forward_secs(self) -> tuple[float, ...]:
         """Seconds of each stage for the forward pass of one micro-batch.
 
         Counted are 2 operations per parameter and token, and those of attention. The backward pass
-        takes twice as long.
+        takes twice as long, or as long if no gradients of weights are computed.
         """
         return tuple(
             self._forward_flops(p) / self.machine.achieved_flops for p in range(self.stages)
@@ -407,7 +412,7 @@ class Training:
 
         Each tensor-parallel rank takes part in a ring, and the rings of a node share its network.
         """
-        ring = 2 * (self.data - 1) / self.data * HALF_BYTES
+        ring = 2 * (self.data - 1) / self.data * HALF_BYTES * self.trained_share
         rings = min(self.tensor, self.machine.devices_per_node)
         ring_bytes_per_sec = self.machine.network_bytes_per_sec / rings
         return tuple(
@@ -417,7 +422,7 @@ class Training:
     @property
     def optimizer_secs(self) -> tuple[float, ...]:
         """Seconds of each stage for the optimizer step, which is bound by device memory."""
-        nbytes = OPTIMIZER_TRAFFIC_BYTES / self._optimizer_shares
+        nbytes = OPTIMIZER_TRAFFIC_BYTES * self.trained_share / self._optimizer_shares
         rate = self.machine.memory_bytes_per_sec
         return tuple(nbytes * self.stage_parameters(p) / rate for p in range(self.stages))
 

@@ -420,7 +420,8 @@ def estimated_pace(training: Training) -> WindowPace:
     rate = training.machine.copy_bytes_per_sec
     forward_secs = max(training.forward_secs)
     pipeline = AnalyticEstimator(
-        training.stages, training.micro_batches, forward_secs, 2 * forward_secs
+        *(training.stages, training.micro_batches, forward_secs),
+        (1 + training.trained_share) * forward_secs,
     )
     reduced_secs = pipeline.step_secs + max(training.reduce_secs)
     separate = training.machine.link_slowdown(rate) == 1.0
