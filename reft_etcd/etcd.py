@@ -427,8 +427,8 @@ class EtcdStore(RendezvousStore):
         client: client of the cluster.
         secret: the user's secret.
         run_id: id of the job's run.
-        timeout_secs: time for which :meth:`get` waits for a key to get a value. It is also the
-            time-out of a single request, which is at most 10 s.
+        timeout_secs: time for which :meth:`get` waits for a key to get a value. A single request
+            has the same time-out, but at most 10 s.
     """
 
     keeps_leases = True

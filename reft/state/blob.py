@@ -363,8 +363,9 @@ def restore_buffers(module: torch.nn.Module, saved: Mapping[str, torch.Tensor]) 
             with torch.no_grad():
                 buffer.copy_(value)
             continue
-        # The shape differs, so this is a cache that has grown or was filled after construction.
-        # Replace it by a new tensor, which is safe because only its module refers to it.
+        # The buffer is missing or has another shape, so it is a cache that has grown or was
+        # filled after construction. Replace it by a new tensor, which is safe because only its
+        # module refers to it.
         path, _, leaf = name.rpartition(".")
         owner = dict(module.named_modules()).get(path)
         if owner is None or leaf not in owner._buffers:
