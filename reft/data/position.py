@@ -450,6 +450,14 @@ class DataPosition:
             self._stateful.load_state_dict(self._stateful_saved)
             self._stateful_saved = None
 
+    def epochs(self) -> int | None:
+        """Return how many passes over the training data have ended after the last step.
+
+        Returns:
+            The number; None if training reads no loader that keeps its position itself.
+        """
+        return max((loader.epochs() for loader in self._trained_loaders.values()), default=None)
+
     # -- reports (P12) -----------------------------------------------------------------------------
 
     def left_behind(self) -> str | None:
