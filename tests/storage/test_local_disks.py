@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from reft.config import PersistConfig, ReftConfig
+from reft.config import PersistConfig, ReftConfig, parse_block
+from reft.control.control import ControlGroup
 from reft.control.keyvalue import KeyValueServer
 from reft.control.wire import listen
 from reft.env import ENV_STORE
@@ -26,6 +29,7 @@ from reft.storage.local_disks import (
     OvertakenElsewhereError,
     PartsRecord,
     StoreSilentError,
+    find_local_disks,
     with_failure,
     with_part,
 )
@@ -37,6 +41,56 @@ from tests.storage.job_memory import JOB, NODES, Memory, made_up_images, verify_
 
 V4, V8, V12 = VersionId(1, 4), VersionId(1, 8), VersionId(1, 12)
 LIMIT_SECS = 200
+
+
+class Threads:
+    """Ranks as threads, which gather what each of them gives."""
+
+    def __init__(self, ranks: int) -> None:
+        self.barrier, self.given = threading.Barrier(ranks), [b""] * ranks
+
+    def rank(self, rank: int) -> SimpleNamespace:
+        def gather_bytes(data: bytes) -> list[bytes]:
+            self.given[rank] = data
+            self.barrier.wait(LIMIT_SECS)
+            given = list(self.given)
+            self.barrier.wait(LIMIT_SECS)
+            return given
+
+        def gather_ints(values: list[int]) -> list[list[int]]:
+            return [[*map(int, row)] for row in gather_bytes(bytes(values))]
+
+        return SimpleNamespace(rank=rank, gather_bytes=gather_bytes, gather_ints=gather_ints)
+
+
+@pytest.mark.parametrize(
+    ("directories", "local", "blind"),
+    [
+        (("shared", "shared", "shared"), False, ""),
+        (("a", "b", "c"), True, ""),
+        (("shared", "c", "shared"), False, "n1"),
+        (("shared", "not/mounted", "shared"), False, ""),
+    ],
+    ids=("shared", "local", "one apart", "one missing"),
+)
+def test_p12_it_is_found_out_which_nodes_share_a_directory(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    directories: tuple[str, ...],
+    local: bool,
+    blind: str,
+) -> None:
+    threads = Threads(len(directories))
+
+    def find(rank: int) -> bool:
+        config = parse_block({"persist": {"dir": str(tmp_path / directories[rank])}})
+        control = cast(ControlGroup, threads.rank(rank))
+        return find_local_disks(config, control, ("n0", "n1", "n2")).persist.local
+
+    with ThreadPoolExecutor(len(directories)) as pool:
+        assert list(pool.map(find, range(len(directories)))) == [local] * len(directories)
+    assert (f"node {blind} does not see what node n0 writes" in caplog.text) == bool(blind)
+    assert not list(tmp_path.glob("*/.probe-*"))
 
 
 def test_a_version_is_complete_with_its_last_part() -> None:
