@@ -275,7 +275,7 @@ class Loader(TrackedLoader[Progress]):
             at = self._beginning() if reader.evaluates else reader.at
         return None if at is None else encode(at, self._order)
 
-    def epochs(self) -> int:
+    def ended_epochs(self) -> int:
         position = self.position()
         at = JobPosition() if position is None else decode(position, self._order, self.name)
         return at.epoch + (self.partition.next(at) == 0)

@@ -456,7 +456,8 @@ class DataPosition:
         Returns:
             The number; None if training reads no loader that keeps its position itself.
         """
-        return max((loader.epochs() for loader in self._trained_loaders.values()), default=None)
+        loaders = self._trained_loaders.values()
+        return max((loader.ended_epochs() for loader in loaders), default=None)
 
     # -- reports (P12) -----------------------------------------------------------------------------
 

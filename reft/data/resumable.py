@@ -94,7 +94,7 @@ class TrackedLoader(ABC, Generic[R]):
         """
 
     @abstractmethod
-    def epochs(self) -> int:
+    def ended_epochs(self) -> int:
         """Return how many passes have ended at the position of :meth:`position`."""
 
     @abstractmethod
@@ -263,7 +263,7 @@ class ResumableLoader(TrackedLoader[LoaderIterator]):
                 found = replace(found, evaluates=True, number=self._next_number())
         return None if found is None else dict(vars(found))
 
-    def epochs(self) -> int:
+    def ended_epochs(self) -> int:
         position = self.position()
         if position is None:
             return 0

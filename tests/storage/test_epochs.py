@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
 
+import reft
+import reft.data
 from reft.grid import Degrees, VersionId
 from reft.snapshot.extension import CopiedVersion, VoteResult
 from reft.storage.epochs import EpochEnds, find_epoch_ends
@@ -94,3 +98,18 @@ def test_without_a_loader_no_epoch_ends() -> None:
     ranks = Ranks()
     assert not any(ranks.step(n, None) for n in range(1, 9))
     assert ranks.ranks[0].take(VersionId(1, 8)) == (False, None)
+
+
+@pytest.mark.parametrize("kind", ["resumable", "samples"])
+def test_a_loader_knows_when_an_epoch_has_ended(kind: str) -> None:
+    dataset = TensorDataset(torch.arange(6.0))
+    loader: Any
+    if kind == "resumable":
+        loader = reft.resumable(DataLoader(dataset, batch_size=2, shuffle=True), name="epochs")
+    else:
+        loader = reft.data.loader(dataset, batch_size=2, dp_rank=0, dp_size=1, name="epochs")
+    ended = [loader.ended_epochs()]
+    for _ in range(2):
+        for _batch in loader:
+            ended.append(loader.ended_epochs())
+    assert ended == [0, 0, 0, 1, 1, 1, 2]
