@@ -20,6 +20,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import random
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +28,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from reft.backoff import Backoff
 from reft.config import ReftConfig
 from reft.control.control import ControlGroup
 from reft.control.keyvalue import KeyValueStore, RendezvousStore, StoreError
@@ -38,6 +40,7 @@ from reft.memory.job_secret import user_secret
 logger = logging.getLogger(__name__)
 
 _ANSWER_SECS = 10.0
+_RETRY_SECS = (0.01, 1.0)
 # A file system may show a file to other hosts a little later
 _SEEN_SECS, _POLL_SECS = 1.0, 0.1
 
@@ -247,6 +250,12 @@ class NodeParts:
         """
         self._change(lambda record: with_part(record, label, self._node, ranks, world_size))
 
+    def was_completed(self, label: VersionId) -> bool:
+        """Whether a version is recorded as complete. Raises PersistError: the store does not
+        answer."""
+        record = self._read()[1]
+        return record is not None and record.complete == label
+
     def is_complete(self, label: VersionId) -> bool:
         """Whether every node has written its part of a version.
 
@@ -288,6 +297,8 @@ class NodeParts:
         return data, None if data is None else PartsRecord.decode(data)
 
     def _change(self, change: Callable[[PartsRecord | None], PartsRecord]) -> PartsRecord:
+        # Many nodes may write at once; those that fail leave the store to the others for a while.
+        pauses = Backoff(*_RETRY_SECS)
         while True:
             data, record = self._read()
             changed = change(record)
@@ -298,3 +309,4 @@ class NodeParts:
                     return changed
             except StoreError as error:
                 raise StoreSilentError(f"the nodes cannot agree on a version: {error}") from error
+            time.sleep(random.uniform(0, pauses.failed()))
