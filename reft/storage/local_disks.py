@@ -172,6 +172,8 @@ def with_part(
     """
     before = _opened(record, label)
     before.require_open(label)
+    if before.complete == label:
+        return before
     parts = {**before.ranks, node: ranks}
     complete = label if sum(parts.values()) >= world_size else before.complete
     return replace(before, ranks=parts, complete=complete)
@@ -263,13 +265,16 @@ class NodeParts:
             PersistError: the version can no longer become complete, or the store does not answer.
         """
         record = self._read()[1]
+        if record is not None:
+            record.require_open(label)
+            if record.complete == label:
+                return True
         if record is None or self._node not in record.ranks:
             raise PersistError(
                 f"{label}: the rendezvous store has lost the record of its parts, so it is not "
                 "known whether the other nodes have theirs. This node's part is kept"
             )
-        record.require_open(label)
-        return record.complete == label
+        return False
 
     def fail(self, label: VersionId, error: BaseException) -> bool:
         """Mark a version as failed.
