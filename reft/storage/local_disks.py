@@ -103,10 +103,12 @@ def _find_blind_nodes(directory: Path, control: ControlGroup, nodes: Sequence[st
             probe.touch()
             name = probe.name.encode()
     name = control.gather_bytes(name)[0]
-    blind = bool(name) and directory.is_dir() and not _appears(directory, name.decode())
+    # os.path.isdir raises no error, which the other ranks would not learn of.
+    blind = bool(name) and os.path.isdir(directory) and not _appears(directory, name.decode())
     replies = control.gather_ints([blind])
     if control.rank == 0:
-        probe.unlink(missing_ok=True)
+        with suppress(OSError):
+            probe.unlink()
     return {nodes[rank] for rank, (is_blind,) in enumerate(replies) if is_blind}
 
 

@@ -71,8 +71,9 @@ class Threads:
         (("a", "b", "c"), True, ""),
         (("shared", "c", "shared"), False, "n1"),
         (("shared", "not/mounted", "shared"), False, ""),
+        (("file/no", "a", "b"), False, ""),
     ],
-    ids=("shared", "local", "one apart", "one missing"),
+    ids=("shared", "local", "one apart", "one missing", "unwritable"),
 )
 def test_p12_it_is_found_out_which_nodes_share_a_directory(
     tmp_path: Path,
@@ -82,6 +83,7 @@ def test_p12_it_is_found_out_which_nodes_share_a_directory(
     blind: str,
 ) -> None:
     threads = Threads(len(directories))
+    (tmp_path / "file").touch()
 
     def find(rank: int) -> bool:
         config = parse_block({"persist": {"dir": str(tmp_path / directories[rank])}})
