@@ -359,7 +359,7 @@ class Session:
             job_dir=job_dir.path,
             scheme=self.protection.record.in_force,
             tolerance=lambda: self.tolerance,
-            advised_steps=lambda: self.copying.pacer.advised_interval_steps,
+            pacer=self.copying.pacer,
             peer_errors=self.peer_errors,
             from_memory=bool(frozen),
         )
