@@ -198,10 +198,11 @@ class HasConfig(ConfigBlock):
     separate_links: bool = False
     """training and snapshots use different links (NVLink and PCIe), so copies may also run during
     communication (tier 3)"""
-    overflow: Literal["stall", "interval", "staging"] = "stall"
+    overflow: Literal["auto", "stall", "interval", "staging"] = "auto"
     """for bytes that do not fit before the optimizer step: 'stall' makes it wait, 'interval' takes
     versions less often to keep max_overhead, 'staging' copies them to free device memory and to the
-    host in the next steps"""
+    host in the next steps; 'auto' is 'stall', or with "interval_steps": "auto" on devices without
+    pipeline stages the cheaper of 'stall' and 'staging', as measured"""
     staging_fallback: Literal["stall", "interval"] = "interval"
     """what 'staging' does on CPUs, or if the device has no free memory"""
     max_overhead: float = Field(0.03, gt=0, le=1)

@@ -151,7 +151,8 @@ def explain_inexact(recipe: AdamRecipe, *, seen_exact: bool = True) -> str | Non
         else "For partitions that are recomputed to the bit, write "
         '"optimizer": {"type": "ExactAdam", "params": {"lr": ...}} and '
         '"zero_allow_untested_optimizer": true into the DeepSpeed JSON, or pass '
-        "optimizer=reft.ExactAdam(...) to deepspeed.initialize"
+        "optimizer=reft.ExactAdam(...) to deepspeed.initialize (Megatron-DeepSpeed: "
+        "--optimizer exact_adam, with exact_adam.patch)"
     )
     return (
         f'"+aor" saves no traffic here, since every partition is sent after all: the optimizer, '

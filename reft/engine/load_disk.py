@@ -165,13 +165,16 @@ class CheckpointLoader:
         while they are read (P5)."""
         began = time.perf_counter()
         recovery, plan = self._memory.survey(stored_participant(self._context, checkpoint))
-        outcome: RecoveryOutcome | NotRecoverable | RecoveryPlan = plan
+        outcome: RecoveryOutcome | NotRecoverable
         if isinstance(plan, RecoveryPlan):
             outcome, state = self._memory.take_up(recovery, str(checkpoint))
+        else:
+            outcome = plan
         if isinstance(outcome, NotRecoverable):
             kind = LayoutError if outcome.layout_mismatch else DamagedError
             raise kind(f"{checkpoint}: {'; '.join(outcome.reasons)}")
         self._memory.after_restore(state)
+        self._memory.report_resize(outcome.plan.written)
         if not self._session.started and start:
             self._session.start({})
         self._report(checkpoint.path, began)
@@ -227,6 +230,8 @@ class CheckpointLoader:
             self._engine.restore_beside_checkpoint(state, scheduler=scheduler)
             self._memory.after_restore(state)
             client_state = {**(client_state or {}), **read_client_state(state)}
+        if was is not None:
+            self._memory.report_resize(was)
         session.restored()
         foreign = converted is None and state is None
         self.unprotected = start and foreign and self._engine.data.left_to_program

@@ -30,6 +30,7 @@ from reft.engine.job_record import noted_commit
 from reft.engine.marks import uncollected
 from reft.engine.nodes import local_rank
 from reft.engine.protection import Protection
+from reft.engine.protocol import OnResize
 from reft.errors import ConfigError, NotResumedError, UnrecoverableError
 from reft.faults import FaultPlan
 from reft.grid import Coordinate, Degrees, Section, VersionId, only_replicas_differ
@@ -59,6 +60,9 @@ class RestorableSession(Protocol):
 
     @property
     def started(self) -> bool: ...
+
+    @property
+    def on_resize(self) -> OnResize | None: ...
 
     def start(self, frozen: Mapping[int, VersionId]) -> None: ...
 
@@ -388,6 +392,7 @@ class MemoryRestorer:
         for repair in outcome.repaired:
             logger.warning("corrupt memory was repaired from another source: %s", repair)
         self.after_restore(state)
+        self.report_resize(written)
         context.events.write(
             "restored",
             source="memory",
@@ -421,6 +426,38 @@ class MemoryRestorer:
         self._rng = state.get("rng")
         self._is_read_by_script = bool((state.get("data") or {}).get(READ_BY_SCRIPT))
         self._session.restored()
+
+    def report_resize(self, was: Degrees) -> None:
+        """Call the script's ``on_resize`` if the loaded state was written at another data-parallel
+        degree. Collective. Called before the state is protected again, so that the first version of
+        the new degree holds what the function changes.
+
+        Args:
+            was: the degrees with which the state was written.
+
+        Raises:
+            ConfigError: the function raised an error on a rank.
+        """
+        context, on_resize = self._context, self._session.on_resize
+        now = context.topology.degrees
+        if was.dp == now.dp:
+            return
+        failure = None
+        if on_resize is not None:
+            try:
+                on_resize(was, now)
+                self._state.followed.recapture()
+            except Exception as error:
+                failure = error
+        # Ranks on which the function succeeded must not wait for the vote on the first version.
+        text = "" if failure is None else f"{type(failure).__name__}: {failure}"
+        for rank, reply in enumerate(context.control.gather_bytes(text.encode())):
+            if reply:
+                raise ConfigError(
+                    f"on_resize raised an error on rank {rank}, when the job went from {was} to "
+                    f"{now}: {reply.decode()}. The version that was loaded is kept; correct the "
+                    "function and start the job again"
+                ) from failure
 
     def keep_rng(self) -> None:
         """Save the current random states, which the program has loaded, for :meth:`restore_rng`."""

@@ -27,9 +27,10 @@ from reft.engine.job_memory import JobMemory
 from reft.engine.load_memory import MemoryRestorer
 from reft.engine.nodes import NodeIdentity, declared_on_one_host, gather_topology, local_rank
 from reft.engine.protection import Protection
-from reft.engine.protocol import ClientState, TrainingEngine
+from reft.engine.protocol import ClientState, OnResize, TrainingEngine
 from reft.engine.stopping import StopController
 from reft.env import ENV_REHEARSE
+from reft.errors import ConfigError
 from reft.faults import FaultPlan, kill_this_node
 from reft.grid import VersionId
 from reft.log import EventLog
@@ -96,6 +97,8 @@ class Session:
         rates: decides which versions are taken and persisted; set by :meth:`start`.
         closed: True once :meth:`close` has been called.
         first_request: request of the first version in this process; None before.
+        on_resize: function of the script that is called when a state of another data-parallel
+            degree was loaded; None if there is none.
     """
 
     def __init__(
@@ -213,6 +216,7 @@ class Session:
         self._boundary_secs = time.perf_counter()
         self.closed = False
         self.first_request: SnapshotRequest | None = None
+        self.on_resize: OnResize | None = None
 
     def _check_start(self, job: JobFacts, declared_together: Sequence[str]) -> None:
         """Report the findings of all ranks before any state is restored or copied. Collective.
@@ -321,6 +325,20 @@ class Session:
     def set_client_state(self, client_state: ClientState) -> None:
         self.state.client_state = client_state
 
+    def set_on_resize(self, on_resize: OnResize) -> None:
+        """Set the function that is called when a state of another data-parallel degree was loaded.
+
+        Raises:
+            ConfigError: a state was already loaded, so the function would not be called.
+        """
+        if self.started:
+            raise ConfigError(
+                "on_resize was given after the state was loaded, so it would never be called; "
+                "call reft.attach(engine, on_resize=...) before engine.load_checkpoint or "
+                "reft.resume"
+            )
+        self.on_resize = on_resize
+
     # -- start and end -----------------------------------------------------------------------------
 
     def start(self, frozen: Mapping[int, VersionId]) -> None:
@@ -341,7 +359,7 @@ class Session:
             job_dir=job_dir.path,
             scheme=self.protection.record.in_force,
             tolerance=lambda: self.tolerance,
-            advised_steps=lambda: self.copying.pacer.advised_interval_steps,
+            pacer=self.copying.pacer,
             peer_errors=self.peer_errors,
             from_memory=bool(frozen),
         )
