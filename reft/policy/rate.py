@@ -533,7 +533,7 @@ class IntervalController:
         clock: returns seconds of a monotonic clock.
     """
 
-    _least_pairs, _most_beside = 4, _MOST_PAIRS
+    _least_pairs, _most_beside, _kept_arrivals = 4, _MOST_PAIRS, _MOST_PAIRS
     # Whether the controller sometimes takes versions less often, to measure steps without a version
     _looks = True
 
@@ -562,7 +562,7 @@ class IntervalController:
         self._begun = self._beside = False
         self._is_over: Callable[[], bool] = lambda: True
         self._begun_secs: dict[int, float] = {}
-        self._arrival_secs: deque[float] = deque(maxlen=_MOST_PAIRS)
+        self._arrival_secs: deque[float] = deque(maxlen=self._kept_arrivals)
         self._recent: deque[float] = deque(maxlen=_RECENT)
         self._usual: float | None = None
         self._probe_from: int | None = None
@@ -758,7 +758,9 @@ class StorageIntervalController(IntervalController):
         further: arguments of :class:`IntervalController`.
     """
 
-    _least_pairs, _most_beside = 1, _MOST_WRITING_STEPS
+    # Versions on storage are rare, so the times of few are kept: those that another job has slowed
+    # down would otherwise count for hours.
+    _least_pairs, _most_beside, _kept_arrivals = 1, _MOST_WRITING_STEPS, 8
     _looks = False
 
     def __init__(

@@ -328,6 +328,19 @@ def test_in_a_short_epoch_the_profile_of_memory_is_short_too() -> None:
     assert profiled(1_000) < profiled(4_000) < profiled(0) <= 60
 
 
+def test_versions_come_back_soon_after_a_load_that_made_writing_slow() -> None:
+    job = SimulatedJob()
+    job.run(600)
+    alone = job.rate.wanted_interval()
+    job.write_secs = 200.0
+    job.run(6000)
+    assert job.rate.wanted_interval() >= 200, "one is written before the next is taken"
+    job.write_secs, written = 4.0, len(job.written)
+    while job.rate.wanted_interval() > 2 * alone:
+        job.run(10)
+        assert len(job.written) - written <= 20
+
+
 def test_the_overhead_is_held_when_another_job_loads_the_disk_simulated() -> None:
     """And the rate comes back when that ends."""
     job = SimulatedJob()
