@@ -1,11 +1,11 @@
 """Finds checkpoints on storage, orders them and checks their integrity.
 
 Rank 0 searches and sends the result to all ranks; if each node has a disk of its own, one rank of
-each node does. Arenas on storage are recovered like those in
-memory: blocks are verified while they are read. If the job already has state that a failed load
-would destroy, all blocks are verified before the load as well. One rank compares each of
-DeepSpeed's files with its checksum before any rank loads it (P5). If any rank finds a problem,
-all ranks refuse the checkpoint (P6) and try the next older one.
+each node does. Arenas on storage are recovered like those in memory: blocks are verified while they
+are read. If the job already has state that a failed load would destroy, all blocks are verified
+before the load as well. One rank compares each of DeepSpeed's files with its checksum before any
+rank loads it (P5). If any rank finds a problem, all ranks refuse the checkpoint (P6) and try the
+next older one.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import heapq
 import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -84,7 +85,7 @@ class DiskCheckpoint:
     arenas: Degrees | None = None
     # Encoded fingerprint of the job that wrote the checkpoint; None if unknown
     fingerprint: str | None = None
-    # Whether each node has only its own part, in its own directory; ``directory``, ``files`` are
+    # Whether each node has only its own part, in its own directory; ``directory`` and ``files`` are
     # those of one of the nodes
     local: bool = False
 
@@ -103,8 +104,10 @@ class DiskCheckpoint:
         """
         assert persist_dir is not None
         path = job_directory(persist_dir, str(self.job_id)) / self.tag
-        info = read_marker(path)
-        return path if info is not None and info.label == self.label else None
+        with suppress(PersistError):  # A damaged marker was reported by the search
+            info = read_marker(path)
+            return path if info is not None and info.label == self.label else None
+        return None
 
     def __str__(self) -> str:
         return str(self.path)

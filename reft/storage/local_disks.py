@@ -20,6 +20,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import random
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +28,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from reft.backoff import Backoff
 from reft.config import ReftConfig
 from reft.control.control import ControlGroup
 from reft.control.keyvalue import KeyValueStore, RendezvousStore, StoreError
@@ -38,6 +40,7 @@ from reft.memory.job_secret import user_secret
 logger = logging.getLogger(__name__)
 
 _ANSWER_SECS = 10.0
+_RETRY_SECS = (0.01, 1.0)
 # A file system may show a file to other hosts a little later
 _SEEN_SECS, _POLL_SECS = 1.0, 0.1
 
@@ -100,10 +103,12 @@ def _find_blind_nodes(directory: Path, control: ControlGroup, nodes: Sequence[st
             probe.touch()
             name = probe.name.encode()
     name = control.gather_bytes(name)[0]
-    blind = bool(name) and directory.is_dir() and not _appears(directory, name.decode())
+    # os.path.isdir raises no error, which the other ranks would not learn of.
+    blind = bool(name) and os.path.isdir(directory) and not _appears(directory, name.decode())
     replies = control.gather_ints([blind])
     if control.rank == 0:
-        probe.unlink(missing_ok=True)
+        with suppress(OSError):
+            probe.unlink()
     return {nodes[rank] for rank, (is_blind,) in enumerate(replies) if is_blind}
 
 
@@ -169,6 +174,8 @@ def with_part(
     """
     before = _opened(record, label)
     before.require_open(label)
+    if before.complete == label:
+        return before
     parts = {**before.ranks, node: ranks}
     complete = label if sum(parts.values()) >= world_size else before.complete
     return replace(before, ranks=parts, complete=complete)
@@ -247,6 +254,12 @@ class NodeParts:
         """
         self._change(lambda record: with_part(record, label, self._node, ranks, world_size))
 
+    def was_completed(self, label: VersionId) -> bool:
+        """Whether a version is recorded as complete. Raises PersistError: the store does not
+        answer."""
+        record = self._read()[1]
+        return record is not None and record.complete == label
+
     def is_complete(self, label: VersionId) -> bool:
         """Whether every node has written its part of a version.
 
@@ -254,13 +267,16 @@ class NodeParts:
             PersistError: the version can no longer become complete, or the store does not answer.
         """
         record = self._read()[1]
+        if record is not None:
+            record.require_open(label)
+            if record.complete == label:
+                return True
         if record is None or self._node not in record.ranks:
             raise PersistError(
                 f"{label}: the rendezvous store has lost the record of its parts, so it is not "
                 "known whether the other nodes have theirs. This node's part is kept"
             )
-        record.require_open(label)
-        return record.complete == label
+        return False
 
     def fail(self, label: VersionId, error: BaseException) -> bool:
         """Mark a version as failed.
@@ -288,6 +304,8 @@ class NodeParts:
         return data, None if data is None else PartsRecord.decode(data)
 
     def _change(self, change: Callable[[PartsRecord | None], PartsRecord]) -> PartsRecord:
+        # Many nodes may write at once; those that fail leave the store to the others for a while.
+        pauses = Backoff(*_RETRY_SECS)
         while True:
             data, record = self._read()
             changed = change(record)
@@ -298,3 +316,4 @@ class NodeParts:
                     return changed
             except StoreError as error:
                 raise StoreSilentError(f"the nodes cannot agree on a version: {error}") from error
+            time.sleep(random.uniform(0, pauses.failed()))

@@ -359,7 +359,9 @@ def write_version(
     writing = _Writing(source, options)
     try:
         present = published(writing.work)
-        if present is not None and (options.parts is None or writing.is_confirmed(present)):
+        if present is not None and (
+            options.parts is None or options.parts.was_completed(source.label)
+        ):
             return present
         writing.is_repeated = present is not None
         fence.check(options.directory, source.job_id, writing.incarnation)
@@ -521,10 +523,6 @@ class _Writing:
 
     # -- disks that only their own node sees -------------------------------------------------------
 
-    def is_confirmed(self, info: PersistedInfo) -> bool:
-        """Whether the version of this node's part is known to be complete on all nodes."""
-        return latest_tag(info.directory) == info.tag
-
     def _require_record(self, parts: NodeParts) -> None:
         """Check that the version can still become complete before it is written."""
         directory = self.options.directory
@@ -534,7 +532,7 @@ class _Writing:
             # This node may write one part that is not known to be complete, so that the last
             # version before a stop is on its disk, but must not fill the disk with such parts.
             stored = list_persisted(directory, self.source.job_id)
-            if stored and not self.is_confirmed(stored[-1]):
+            if stored and stored[-1].tag != latest_tag(directory):
                 raise
 
     def _agree(self, info: PersistedInfo) -> None:

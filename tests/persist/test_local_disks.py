@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from benchmarks.local_cluster import LocalCluster
 from tests.faults.cases import DP2, OPTIMIZERS
-from tests.faults.job import FaultJob, Scratch, wrong_losses
+from tests.faults.job import SECS_PER_LIFE, FaultJob, Scratch, wrong_losses
 from tests.versions import step_on_storage
 
 pytestmark = pytest.mark.integration
 
 STEPS = 200
+
+
+@dataclass
+class ServedByLauncher(LocalCluster):
+    external_rendezvous: bool = False
 
 
 @pytest.mark.timeout(1200)
@@ -45,14 +52,24 @@ def test_p3_p5_each_node_resumes_from_its_own_disk(
                 job.cluster.kill_node(index)
         assert "is not shared by the nodes" in job.logs
         assert wrong_losses(job.history, reference) == []
+    # At a good end the daemons meet once more in the store, which the first launcher serves.
+    steps = _newest_on_both(disks, job.cluster.job_id) + 20
+    last = FaultJob(
+        scratch, "end", DP2, optimizer, steps=steps, block=block, cluster_type=ServedByLauncher
+    )
+    with last as job:
+        assert job.run_to_end(SECS_PER_LIFE) is None, job.logs
+        assert _newest_on_both(disks, job.cluster.job_id) == steps, job.logs
+    assert wrong_losses(job.history, reference) == []
 
 
 def _wait_for_version(job: FaultJob, disks: Path, step: int) -> int:
     """Wait until both nodes name a version of at least this step; return the older one's step."""
 
-    def named() -> int:
-        written = (disks / node / job.cluster.job_id for node in ("node0", "node1"))
-        return min(map(step_on_storage, written))
+    job_id = job.cluster.job_id
+    job.wait_for(f"step {step} on both disks", lambda: _newest_on_both(disks, job_id) >= step)
+    return _newest_on_both(disks, job_id)
 
-    job.wait_for(f"step {step} on both disks", lambda: named() >= step)
-    return named()
+
+def _newest_on_both(disks: Path, job_id: str) -> int:
+    return min(step_on_storage(disks / node / job_id) for node in ("node0", "node1"))

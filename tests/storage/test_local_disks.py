@@ -26,6 +26,7 @@ from reft.memory.job_secret import user_secret
 from reft.storage.load import find_on_disk, merge_found
 from reft.storage.local_disks import (
     GivenUpElsewhereError,
+    NodeParts,
     OvertakenElsewhereError,
     PartsRecord,
     StoreSilentError,
@@ -70,8 +71,9 @@ class Threads:
         (("a", "b", "c"), True, ""),
         (("shared", "c", "shared"), False, "n1"),
         (("shared", "not/mounted", "shared"), False, ""),
+        (("file/no", "a", "b"), False, ""),
     ],
-    ids=("shared", "local", "one apart", "one missing"),
+    ids=("shared", "local", "one apart", "one missing", "unwritable"),
 )
 def test_p12_it_is_found_out_which_nodes_share_a_directory(
     tmp_path: Path,
@@ -81,6 +83,7 @@ def test_p12_it_is_found_out_which_nodes_share_a_directory(
     blind: str,
 ) -> None:
     threads = Threads(len(directories))
+    (tmp_path / "file").touch()
 
     def find(rank: int) -> bool:
         config = parse_block({"persist": {"dir": str(tmp_path / directories[rank])}})
@@ -103,6 +106,7 @@ def test_a_version_is_complete_with_its_last_part() -> None:
     assert with_failure(both, V4, "n1 is late", overtaken=False) == both
     newer = with_part(both, V8, "n0", 2, world_size=4)
     newer.require_open(V4)
+    assert with_part(newer, V4, "n1", 2, world_size=4) == newer
     assert (newer.label, newer.complete) == (V8, V4)
 
 
@@ -117,6 +121,18 @@ def test_what_one_node_gives_up_no_other_completes() -> None:
             record.require_open(V4)
     # A failure that comes late does not stop the next version.
     assert with_failure(PartsRecord(V8), V4, "late", overtaken=False) == PartsRecord(V8)
+
+
+def test_a_node_that_asks_late_learns_that_its_version_is_complete(store: KeyValueServer) -> None:
+    with closing(NodeParts.of_job(JOB, "n0")) as one, closing(NodeParts.of_job(JOB, "n1")) as late:
+        one.add(V4, 2, world_size=4)
+        assert not one.is_complete(V4)
+        late.add(V4, 2, world_size=4)
+        one.add(V8, 2, world_size=4)
+        assert late.is_complete(V4)
+        with pytest.raises(PersistError, match="lost the record of its parts"):
+            late.is_complete(V8)  # It has not added its part
+        assert not late.fail(V4, PersistError("late"))
 
 
 @pytest.fixture
