@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from reft.engine.host_state import HostState
+from reft.engine.protocol import OnResize
 from reft.errors import ConfigError
 from reft.state import attributes
 from reft.state.codec import class_path
@@ -46,7 +47,7 @@ _NEEDED = {
 }
 
 
-def resumable(trainer: Any) -> Any:
+def resumable(trainer: Any, on_resize: OnResize | None = None) -> Any:
     """Make a ``transformers.Trainer`` resume from the newest version after a failure.
 
     Restored are weights, optimizer, scheduler, random states, the step, the position in the data,
@@ -57,6 +58,8 @@ def resumable(trainer: Any) -> Any:
 
     Args:
         trainer: a Trainer with ``TrainingArguments(deepspeed=...)``, before ``train()`` is called.
+        on_resize: function that is called when a state of another data-parallel degree was loaded,
+            as in :func:`reft.attach`.
 
     Returns:
         The same Trainer.
@@ -72,7 +75,7 @@ def resumable(trainer: Any) -> Any:
                 f"found {kind}, whose method {name} is missing or takes other arguments; expected "
                 "the Trainer of transformers 5.0 or later"
             )
-    wrapped = Resumption(trainer)
+    wrapped = Resumption(trainer, on_resize)
     for name, wrapper in (
         (_PREPARE, wrapped.prepare),
         (_PASS, wrapped.run_pass),
@@ -152,8 +155,8 @@ def followers(trainer: Any, engine: Any) -> Iterator[HostState]:
 class Resumption:
     """Restores the state of one Trainer, and skips the data that was trained on before."""
 
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: Any, on_resize: OnResize | None) -> None:
+        self._trainer, self._on_resize = trainer, on_resize
         self._rng: dict[str, Any] | None = None
         """Random states of the version; None once they are restored, or if there are none."""
         self._step: int | None = None
@@ -202,7 +205,7 @@ class Resumption:
         engine = trainer.model_wrapped
         if find_session(engine) is None:
             return result
-        session = attach(engine, client_state=self.capture)
+        session = attach(engine, client_state=self.capture, on_resize=self._on_resize)
         for follower in followers(trainer, engine):
             session.follow(follower)
         given = (
@@ -225,11 +228,14 @@ class Resumption:
 
     def run_pass(self, original: Any, *args: Any, **kwargs: Any) -> None:
         """Wrap the Trainer's method for one epoch; skip the batches before the restored step."""
+        from reft.engine.attach import finish_training
+
         bound = inspect.signature(original).bind(*args, **kwargs).arguments
         if self._step is not None:
             trainer = self._trainer
             if self._has_stopped or trainer.state.global_step >= trainer.state.max_steps:
                 trainer.control.should_training_stop = True
+                finish_training(trainer.model_wrapped)  # The Trainer loads its best model next
                 return
             first, steps = divmod(self._step, bound["num_update_steps_per_epoch"])
             if bound["epoch"] < first:

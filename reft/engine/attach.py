@@ -39,7 +39,7 @@ from reft.engine.load_call import LoadCall
 from reft.engine.load_disk import CheckpointLoader
 from reft.engine.marks import find_ds_config
 from reft.engine.model_size import flops_per_token, own_flops_per_token, tokens_per_sample
-from reft.engine.protocol import ClientState
+from reft.engine.protocol import ClientState, OnResize
 from reft.engine.session import Session, record
 from reft.engine.steps import StepHooks
 from reft.errors import ConfigError, ReftError, UnsupportedStateError
@@ -136,6 +136,7 @@ def running_program(engine: Any) -> Program | None:
 _SESSION = "_reft_session"
 
 _BEGIN_STEP = "_reft_begin_step"
+_FINISH_TRAINING = "_reft_finish_training"
 
 _sessions: list[Session] = []  # Sessions of this process, to be closed at its end
 
@@ -145,6 +146,7 @@ def attach(
     client_state: ClientState | None = None,
     config: Mapping[str, Any] | None = None,
     state: Mapping[str, Any] | None = None,
+    on_resize: OnResize | None = None,
 ) -> Session:
     """Protect an engine. Collective: call it on all ranks at the same point.
 
@@ -160,13 +162,20 @@ def attach(
             a version was loaded before. Objects have ``state_dict`` and ``load_state_dict``
             (modules, optimizers, schedulers), or are random generators (``torch.Generator``,
             NumPy's ``Generator`` and ``RandomState``, ``random.Random``).
+        on_resize: function that is called on every rank when ``load_checkpoint`` has loaded a
+            state that was written at another data-parallel degree, before it returns. Arguments
+            are the parallel degrees before and now (:class:`reft.grid.Degrees`, with ``dp`` and
+            ``world_size``). What it changes in the optimizer's groups, or in objects of
+            ``state``, is part of the next version. If it raises an error on any rank, the start
+            ends with that error on all ranks, and the loaded version stays.
 
     Returns:
-        The session. A second call only sets ``client_state`` and adds ``state``.
+        The session. A second call only sets ``client_state`` and ``on_resize``, and adds ``state``.
 
     Raises:
         ConfigError: the block is invalid, or contains ``"enabled": false``; an object in
-            ``state`` has an unsupported type, or is missing in the version that was loaded.
+            ``state`` has an unsupported type, or is missing in the version that was loaded;
+            ``on_resize`` is given after the load.
         UnsupportedStateError: the engine holds state that reft does not know.
     """
     if isinstance(engine, list):
@@ -185,6 +194,8 @@ def attach(
             )
         if client_state is not None:
             session.set_client_state(client_state)
+        if on_resize is not None:
+            session.set_on_resize(on_resize)
         session.give(state or {})
         return session
     log.install()
@@ -217,6 +228,7 @@ def attach(
         innermost.register_step_pre_hook(session.fence.before_write)
     EngineWrappers(adapted, session)
     session.give(state or {})
+    session.on_resize = on_resize
     record(session)
     _sessions.append(session)
     atexit.register(session.close)
@@ -271,6 +283,17 @@ def begin_step(engine: Any) -> None:
         begin()
 
 
+def finish_training(engine: Any) -> None:
+    """Mark that the script has no step left to train. A checkpoint that it loads from here on
+    replaces the state, even if it is older, such as a Trainer's best model.
+
+    This function does nothing if the engine is not protected.
+    """
+    finish = getattr(engine, _FINISH_TRAINING, None)
+    if finish is not None:
+        finish()
+
+
 def find_session(engine: Any) -> Session | None:
     return getattr(engine, _SESSION, None)
 
@@ -310,6 +333,7 @@ class EngineWrappers:
         self._micro_batch = int(self._engine.train_micro_batch_size_per_gpu())
         self._tokens = 0  # Tokens in a sample; 0 until a batch of token ids has been read
         setattr(self._engine, _BEGIN_STEP, self._hooks.begin_by_script)
+        setattr(self._engine, _FINISH_TRAINING, self._restorer.finish_training)
         self._wrap_steps(session)
         for name, around, phase in (
             ("load_checkpoint", self._load, Phase.LOADING),

@@ -159,6 +159,15 @@ class HostStates:
         captured = {n: f.capture() for n, f in self._followers.items() if n not in saved}
         return captured | saved
 
+    def recapture(self) -> None:
+        """Capture again what the script has changed on purpose since a load, so that versions hold
+        the changes. Random generators keep the state of the load until training continues."""
+        if self._saved is not None:
+            generators = self.generators()
+            self._saved |= {
+                n: f.capture() for n, f in self._followers.items() if n not in generators
+            }
+
     def generators(self) -> dict[str, Any]:
         """Return the states of the random generators in the script's ``state={...}``, by name."""
         given = (f for f in self._followers.values() if isinstance(f, GivenState))

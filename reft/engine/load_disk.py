@@ -78,7 +78,11 @@ class CheckpointLoader:
         self._memory, self._job_memory = memory, job_memory
         self.unprotected = False
         self.disk = DiskRestorer(
-            context.control, context.coordinate, context.job_id, context.config.persist.dir
+            context.control,
+            context.coordinate,
+            context.job_id,
+            context.config.persist,
+            is_reader=context.is_first_on_node,
         )
 
     def load(
@@ -160,16 +164,17 @@ class CheckpointLoader:
         """Recover a version on storage in the same way as one in memory. Its blocks are verified
         while they are read (P5)."""
         began = time.perf_counter()
-        recovery, plan = self._memory.survey(
-            stored_participant(self._context, checkpoint.path, str(checkpoint.job_id))
-        )
-        outcome: RecoveryOutcome | NotRecoverable | RecoveryPlan = plan
+        recovery, plan = self._memory.survey(stored_participant(self._context, checkpoint))
+        outcome: RecoveryOutcome | NotRecoverable
         if isinstance(plan, RecoveryPlan):
             outcome, state = self._memory.take_up(recovery, str(checkpoint))
+        else:
+            outcome = plan
         if isinstance(outcome, NotRecoverable):
             kind = LayoutError if outcome.layout_mismatch else DamagedError
             raise kind(f"{checkpoint}: {'; '.join(outcome.reasons)}")
         self._memory.after_restore(state)
+        self._memory.report_resize(outcome.plan.written)
         if not self._session.started and start:
             self._session.start({})
         self._report(checkpoint.path, began)
@@ -225,6 +230,8 @@ class CheckpointLoader:
             self._engine.restore_beside_checkpoint(state, scheduler=scheduler)
             self._memory.after_restore(state)
             client_state = {**(client_state or {}), **read_client_state(state)}
+        if was is not None:
+            self._memory.report_resize(was)
         session.restored()
         foreign = converted is None and state is None
         self.unprotected = start and foreign and self._engine.data.left_to_program

@@ -30,6 +30,7 @@ from reft.engine.job_record import noted_commit
 from reft.engine.marks import uncollected
 from reft.engine.nodes import local_rank
 from reft.engine.protection import Protection
+from reft.engine.protocol import OnResize
 from reft.errors import ConfigError, NotResumedError, UnrecoverableError
 from reft.faults import FaultPlan
 from reft.grid import Coordinate, Degrees, Section, VersionId, only_replicas_differ
@@ -48,6 +49,7 @@ from reft.snapshot.plan import SectionSizes, make_shard_plan
 from reft.snapshot.worker import SnapshotRequest
 from reft.state.blob import DecodedBlob, capture_rng, restore_rng
 from reft.state.catalogue import SectionImage
+from reft.storage.load import DiskCheckpoint
 from reft.storage.persisted import STORAGE_KEY
 
 logger = logging.getLogger(__name__)
@@ -58,6 +60,9 @@ class RestorableSession(Protocol):
 
     @property
     def started(self) -> bool: ...
+
+    @property
+    def on_resize(self) -> OnResize | None: ...
 
     def start(self, frozen: Mapping[int, VersionId]) -> None: ...
 
@@ -190,23 +195,26 @@ def participant(context: JobContext, faults: FaultPlan) -> Participant:
     return Participant(context.topology, context.control, job.job_id, store, faults)
 
 
-def stored_participant(context: JobContext, version: Path, job_id: str) -> Participant:
+def stored_participant(context: JobContext, checkpoint: DiskCheckpoint) -> Participant:
     """Describe this rank as a participant in a recovery from storage; another job may have written
     the version.
 
-    All nodes can read all arenas, so the reads are divided: a node reads the arenas of its own
+    If all nodes can read all arenas, the reads are divided: a node reads the arenas of its own
     ranks and, if the version has another layout, a share of the arenas that belong to no present
-    rank.
+    rank. A node with a disk of its own reads what it has there.
     """
-    topology, node = context.topology, context.node
+    topology, node, path = context.topology, context.node, checkpoint.path
     nodes = sorted(set(topology.nodes))
     homes = {str(c): n for c, n in zip(topology.coordinates, topology.nodes, strict=True)}
 
     def is_read_here(path: Path) -> bool:
         return homes.get(path.stem, nodes[zlib.crc32(path.stem.encode()) % len(nodes)]) == node
 
-    store = ArenaStore(version, node, STORAGE_KEY, is_read_here)
-    return Participant(topology, context.control, job_id, store)
+    store = ArenaStore(path, node, STORAGE_KEY, is_read_here)
+    if checkpoint.local:
+        part = checkpoint.part_at(context.config.persist.dir)
+        store = ArenaStore(part or path, node, STORAGE_KEY, lambda path: part is not None)
+    return Participant(topology, context.control, str(checkpoint.job_id), store)
 
 
 def completing(context: JobContext, record: ProtectionRecord) -> StoreConfig | None:
@@ -384,6 +392,7 @@ class MemoryRestorer:
         for repair in outcome.repaired:
             logger.warning("corrupt memory was repaired from another source: %s", repair)
         self.after_restore(state)
+        self.report_resize(written)
         context.events.write(
             "restored",
             source="memory",
@@ -417,6 +426,38 @@ class MemoryRestorer:
         self._rng = state.get("rng")
         self._is_read_by_script = bool((state.get("data") or {}).get(READ_BY_SCRIPT))
         self._session.restored()
+
+    def report_resize(self, was: Degrees) -> None:
+        """Call the script's ``on_resize`` if the loaded state was written at another data-parallel
+        degree. Collective. Called before the state is protected again, so that the first version of
+        the new degree holds what the function changes.
+
+        Args:
+            was: the degrees with which the state was written.
+
+        Raises:
+            ConfigError: the function raised an error on a rank.
+        """
+        context, on_resize = self._context, self._session.on_resize
+        now = context.topology.degrees
+        if was.dp == now.dp:
+            return
+        failure = None
+        if on_resize is not None:
+            try:
+                on_resize(was, now)
+                self._state.followed.recapture()
+            except Exception as error:
+                failure = error
+        # Ranks on which the function succeeded must not wait for the vote on the first version.
+        text = "" if failure is None else f"{type(failure).__name__}: {failure}"
+        for rank, reply in enumerate(context.control.gather_bytes(text.encode())):
+            if reply:
+                raise ConfigError(
+                    f"on_resize raised an error on rank {rank}, when the job went from {was} to "
+                    f"{now}: {reply.decode()}. The version that was loaded is kept; correct the "
+                    "function and start the job again"
+                ) from failure
 
     def keep_rng(self) -> None:
         """Save the current random states, which the program has loaded, for :meth:`restore_rng`."""

@@ -85,6 +85,9 @@ class TrainingEngine(Protocol):
 
 ClientState = Callable[[], Mapping[str, Any]]
 
+# Called with the degrees with which the loaded state was written, and with those of this start
+OnResize = Callable[[Degrees, Degrees], object]
+
 
 def find_coordinate(engine: Any) -> tuple[Coordinate, Degrees]:
     """Read the coordinate of this rank and the degrees from a DeepSpeed engine.

@@ -27,9 +27,10 @@ from reft.engine.job_memory import JobMemory
 from reft.engine.load_memory import MemoryRestorer
 from reft.engine.nodes import NodeIdentity, declared_on_one_host, gather_topology, local_rank
 from reft.engine.protection import Protection
-from reft.engine.protocol import ClientState, TrainingEngine
+from reft.engine.protocol import ClientState, OnResize, TrainingEngine
 from reft.engine.stopping import StopController
 from reft.env import ENV_REHEARSE
+from reft.errors import ConfigError
 from reft.faults import FaultPlan, kill_this_node
 from reft.grid import VersionId
 from reft.log import EventLog
@@ -50,6 +51,8 @@ from reft.snapshot.arenas import ArenaSet
 from reft.snapshot.extension import VersionFeature
 from reft.snapshot.stats import PeerErrors, SnapshotStats
 from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, WorkerCallbacks
+from reft.storage.epochs import EpochEnds
+from reft.storage.local_disks import find_local_disks
 from reft.verify.finite import FiniteCheck
 from reft.verify.peers import PeerCheck
 
@@ -86,6 +89,7 @@ class Session:
         copying: copy engine and pacing of this rank.
         protection: the active protection scheme.
         fence: makes training wait for copies (P2).
+        epochs: finds the versions with which passes over the data end.
         state: captures the state with which a step begins.
         tracer: traces steps, for tests, figures and the profiler.
         stopping: stops the job on request.
@@ -93,6 +97,8 @@ class Session:
         rates: decides which versions are taken and persisted; set by :meth:`start`.
         closed: True once :meth:`close` has been called.
         first_request: request of the first version in this process; None before.
+        on_resize: function of the script that is called when a state of another data-parallel
+            degree was loaded; None if there is none.
     """
 
     def __init__(
@@ -108,6 +114,7 @@ class Session:
         config = name_job(config, control)
         log.set_place(str(config.job_id), str(coordinate), engine.global_steps)
         topology, places = gather_topology(control, coordinate, degrees)
+        config = find_local_disks(config, control, topology.nodes)
         # Undo everything if this engine is refused: the script may continue with another engine,
         # which needs the same locks and connections.
         with ExitStack() as undo:
@@ -180,6 +187,7 @@ class Session:
         path, engine = context.job_dir.path, context.engine
         self.worker: SnapshotWorker | None = None
         self.peer_errors = PeerErrors()
+        self.epochs = EpochEnds()
         self.faults = FaultPlan(
             context.config.faults,
             at,
@@ -208,6 +216,7 @@ class Session:
         self._boundary_secs = time.perf_counter()
         self.closed = False
         self.first_request: SnapshotRequest | None = None
+        self.on_resize: OnResize | None = None
 
     def _check_start(self, job: JobFacts, declared_together: Sequence[str]) -> None:
         """Report the findings of all ranks before any state is restored or copied. Collective.
@@ -316,6 +325,20 @@ class Session:
     def set_client_state(self, client_state: ClientState) -> None:
         self.state.client_state = client_state
 
+    def set_on_resize(self, on_resize: OnResize) -> None:
+        """Set the function that is called when a state of another data-parallel degree was loaded.
+
+        Raises:
+            ConfigError: a state was already loaded, so the function would not be called.
+        """
+        if self.started:
+            raise ConfigError(
+                "on_resize was given after the state was loaded, so it would never be called; "
+                "call reft.attach(engine, on_resize=...) before engine.load_checkpoint or "
+                "reft.resume"
+            )
+        self.on_resize = on_resize
+
     # -- start and end -----------------------------------------------------------------------------
 
     def start(self, frozen: Mapping[int, VersionId]) -> None:
@@ -406,6 +429,8 @@ class Session:
                     on_difference=verify.on_difference,
                 ).connect(control, context.topology)
             )
+        if config.persist.keep_epochs:
+            features.append(self.epochs)
         features.append(MirrorToPeer(control, context.topology, config.block_bytes))
         return features
 
@@ -485,6 +510,7 @@ class Session:
         """
         stats = self.stats.to_json()
         due, rate_stats = False, dict[str, Any]()
+        ends_epoch, epochs = self.epochs.take(label)
         try:
             due, rate_stats = self.rates.committed(label)
         except Exception as error:
@@ -495,7 +521,8 @@ class Session:
                 label,
                 stats | rate_stats,
                 unprotected=self.protection.lost,
-                due=due,
+                due=due or ends_epoch,
+                epochs=epochs,
             ),
         )
         # Include counters, since a killed rank writes no "closed" event.
@@ -601,6 +628,8 @@ class Session:
         if step != self._last_step and not self.closed:
             self._last_step, self._stepped = step, True
             log.set_step(step)
+            if self.context.config.persist.keep_epochs and self.context.engine.data is not None:
+                self.epochs.step_ended(step, self.context.engine.data.epochs())
             self._is_due = self.worker is not None and self.rates.takes_version(step)
             self.state.boundary.step_ended(is_due=self._is_due)
             if not self.tracer.woven:

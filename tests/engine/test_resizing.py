@@ -19,6 +19,7 @@ import reft
 from reft.engine.attach import find_session
 from reft.engine.load_memory import MemoryRestorer
 from reft.engine.refused_batch import find_refusal
+from reft.grid import Degrees
 from reft.recover.inventory import ArenaStore
 from tests.engine.ranks import Mlp, be_a_rank, groups, images_of, run_life
 from tests.old_deepspeed import BF16_OPTIMIZER_IS_NEVER_MADE
@@ -62,7 +63,7 @@ def config(case: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 def block(root: Path, case: str) -> dict[str, Any]:
     # Blocks that cut the partitions at odd places.
-    memory = str(root / case / (f"memory{RANK}" + f"-{LIFE['until']}" * DISK))
+    memory = str(root / case / (f"memory{RANK}" + f"-{LIFE.get('until')}" * DISK))
     return {
         "enabled": True,
         "job_id": case,
@@ -210,7 +211,42 @@ def live(root: Path, case: str, life: dict[str, Any]) -> dict[str, Any]:
     return out
 
 
+def resize(root: Path, how: str) -> dict[str, Any]:
+    """A start at another degree, or at the same, of a job that scales learning rate and batch."""
+    calls: list[list[int]] = []
+    settings = {k: v for k, v in config(CASES["zero1"]).items() if k != "scheduler"}
+    engine = make({**settings, "reft": block(root, "zero1")})
+
+    def scale(was: Degrees, now: Degrees) -> None:
+        calls.append([was.dp, was.world_size, now.dp, now.world_size, engine.global_steps])
+        for group in engine.optimizer.param_groups:
+            group["lr"] *= now.dp / was.dp
+        engine.set_train_batch_size(BATCH * now.dp // was.dp)
+        if how == "fails" and RANK == 1:
+            raise ValueError("no batch for this degree")
+
+    reft.attach(engine, on_resize=scale)
+    session = find_session(engine)
+    refusal, path = "", None
+    try:
+        path, _ = engine.load_checkpoint(str(root / "none"))
+    except reft.ConfigError as error:
+        refusal = str(error)
+    else:
+        with pytest.raises(reft.ConfigError, match="after the state was loaded"):
+            reft.attach(engine, on_resize=scale)
+    rates = [group["lr"] for group in engine.optimizer.param_groups]
+    if how == "trains":
+        train(engine, STEPS)
+        session.flush(60)
+    session.close()
+    batch = engine.train_batch_size()
+    return {"calls": calls, "refusal": refusal, "path": path, "rates": rates, "batch": batch}
+
+
 def main(root: Path) -> dict[str, Any]:
+    if "on_resize" in LIFE:
+        return resize(root, LIFE["on_resize"])
     out: dict[str, Any] = {} if DISK else {"refused": refused(root, LIFE)}
     if DISK and LIFE["tag"]:
         more = config(CASES["zero0"], gradient_accumulation_steps=4)
@@ -270,6 +306,27 @@ def test_p1_p3_p7_a_job_of_fewer_replicas_goes_on_where_it_was_and_refuses_what_
     is_as_a_job_of_its_layout(found, "zero1")
     other_settings_are_refused(found)
     by_degree_are_refused(found)
+
+
+@pytest.mark.integration
+def test_a_script_is_told_of_another_degree_once_and_what_it_changes_is_in_the_next_version(
+    tmp_path: Path,
+) -> None:
+    """One replica, then two, of which one fails in the function; then two, and two again."""
+    job, path = Path(__file__), f"memory:zero1/{STEPS}"
+    (first,) = run_life(job, tmp_path, 1, on_resize="trains")
+    assert (first["calls"], first["path"], first["rates"]) == ([], None, [1e-2, 1e-2])
+    told = [1, 1, 2, 2, STEPS]
+    for rank in run_life(job, tmp_path, 2, on_resize="fails"):
+        assert rank["calls"] == [told]
+        assert "on_resize raised an error on rank 1" in rank["refusal"]
+        assert "from PP1xDP1xTP1 to PP1xDP2xTP1" in rank["refusal"]
+        assert "ValueError: no batch for this degree" in rank["refusal"]
+    rates = [2e-2, 2e-2]
+    for calls in ([told], []):
+        for rank in run_life(job, tmp_path, 2, on_resize="scales"):
+            assert (rank["calls"], rank["path"]) == (calls, path)
+            assert (rank["rates"], rank["batch"]) == (rates, 2 * BATCH)
 
 
 @pytest.mark.nightly

@@ -13,7 +13,9 @@ import torch
 from torch import nn
 
 import reft
+from reft.engine.host_state import GivenState, HostStates
 from reft.errors import ConfigError
+from reft.state.codec import decode, encode
 from tests.follow.lives import Life, live, mlp, resumed, square
 
 
@@ -141,3 +143,19 @@ def test_p8_what_is_drawn_between_two_steps_is_drawn_once(root: Path, when: str)
 
     undisturbed, cut = resumed(root, script, cuts=(2, 5), steps=7)
     assert cut == undisturbed
+
+
+def test_what_the_script_changes_on_purpose_after_a_load_is_captured_again() -> None:
+    """Versions hold what was loaded until training goes on: also the generators from which was drawn meanwhile."""
+    counter, noise = Counter(), torch.Generator().manual_seed(5)
+    states = HostStates([GivenState("counter", counter), GivenState("noise", noise)])
+    saved = decode(encode(states.capture()))
+    states.restore(saved)
+    counter.count, _ = 7, torch.rand(1, generator=noise)
+    assert encode(states.capture()) == encode(saved)
+    states.recapture()
+    again = states.capture()
+    counter.count = 0
+    states.restore(again)
+    assert counter.count == 7
+    assert encode(again["state.noise"]) == encode(saved["state.noise"])

@@ -380,6 +380,23 @@ def test_failures_are_causes_and_nodes_that_came_and_went_are_named() -> None:
     assert own.nodes_without(before.members) == before.nodes_without(own.members) == ()
 
 
+def test_a_node_that_trained_before_keeps_its_rank_whatever_the_name_of_its_replacement() -> None:
+    before = agree({name: info(name) for name in "bcde"})
+    assert before.nodes == ("node-b", "node-c", "node-d", "node-e")
+
+    def then(*names: str) -> tuple[str, ...]:
+        return agree({name: info(name.strip("2")) for name in names}, before).nodes
+
+    assert then("b", "d", "e", "z") == ("node-b", "node-z", "node-d", "node-e")
+    assert then("a", "b", "c", "d") == ("node-b", "node-c", "node-d", "node-a")
+    assert then("a", "c", "d", "z") == ("node-a", "node-c", "node-d", "node-z")
+    assert then("b2", "c", "d", "e") == before.nodes, "a launcher that was started again there"
+    assert then("b", "d", "e") == ("node-b", "node-d", "node-e")
+    assert then("a", "b", "c", "d", "e") == ("node-b", "node-a", *before.nodes[1:])
+    refused = agree({"a": info("a", node="x"), "b": info("b", node="x"), "c": info("c")})
+    assert agree({"b": info("b", node="x"), "c": info("c")}, refused).nodes == ("x", "node-c")
+
+
 def test_a_topology_takes_the_replicas_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "12")
     found = [reft.topology(pp=2).get_dim("data"), reft.topology(pp=2, tp=3).get_dim("data")]

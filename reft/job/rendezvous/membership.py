@@ -97,13 +97,16 @@ class Agreement:
 def agree(infos: Mapping[str, NodeInfo], before: Agreement | None = None) -> Agreement:
     """Compute the agreement of a round from the reports of its members.
 
+    The members are in the order of :func:`order_members`.
+
     If the last round ended because the script failed, the job uses one restart, however many nodes
     failed. If the round ended because a node vanished or joined, the job uses none.
 
     Args:
-        infos: the members' reports by launcher name, in the order of group ranks.
+        infos: the members' reports by launcher name.
         before: agreement of the newest known round, whichever nodes took part in it.
     """
+    infos = {name: infos[name] for name in order_members(infos, before)}
     all_infos = tuple(infos.values())
     last_round = max(info.round for info in all_infos)
     # Ignore nodes that missed the last round: their counts and failures are older.
@@ -136,6 +139,39 @@ def agree(infos: Mapping[str, NodeInfo], before: Agreement | None = None) -> Agr
         refused=tuple(name for names in duplicate_nodes(infos) for name in _refused(names, infos)),
         rank_stride=all_infos[0].rank_stride,
     )
+
+
+def order_members(infos: Mapping[str, NodeInfo], before: Agreement | None) -> list[str]:
+    """Order the members of a round by group rank, so that as little memory as possible is on the
+    wrong node.
+
+    If as many nodes train as before, every node that trained before keeps its group rank, and with
+    it the coordinates of its trainers: only the state of the replaced nodes moves. With another
+    number of nodes, those that trained before keep their order. New ones follow the first: the
+    ranks after them then need parts of a ZeRO partition of which their node holds a copy, because a
+    member also stores the bytes of its ring successors.
+
+    Args:
+        infos: the members' reports by launcher name.
+        before: agreement of the newest known round; None if there was none.
+    """
+    old_nodes = () if before is None else before.nodes
+    ranks = {node: rank for rank, node in enumerate(old_nodes)}
+    kept: dict[int, str] = {}
+    new: list[str] = []
+    for name in sorted(infos):
+        rank = ranks.get(infos[name].node)
+        # Two launchers may have the same node id until one of them is refused.
+        if rank is None or rank in kept:
+            new.append(name)
+        else:
+            kept[rank] = name
+    if len(infos) == len(old_nodes) == len(ranks):
+        free = [rank for rank in range(len(infos)) if rank not in kept]
+        kept |= zip(free, new, strict=True)
+        new = []
+    old = [kept[rank] for rank in sorted(kept)]
+    return [*old[:1], *new, *old[1:]]
 
 
 def _describe_failures(
@@ -380,7 +416,7 @@ class NodeFinished(NamedTuple):
 
 
 class SpareLeft(NamedTuple):
-    """A spare leaves the job for good."""
+    """A node without a place in the round leaves the job for good."""
 
     node: str
 
