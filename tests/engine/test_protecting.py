@@ -33,6 +33,7 @@ from reft.recover.plan import NotRecoverable
 from reft.snapshot.stats import PeerErrors, SnapshotStats
 from reft.snapshot.worker import SnapshotRequest
 from reft.state.codec import encode
+from reft.storage.epochs import EpochEnds
 from tests.job.daemons import wait_for
 
 LONG = 60.0
@@ -245,6 +246,7 @@ def test_p6_neither_a_rate_nor_the_store_keeps_a_commit_from_the_daemon_and_peer
         memory=SimpleNamespace(record=record),
         protection=SimpleNamespace(lost=False),
         rates=mock.Mock(committed=mock.Mock(side_effect=KeyError("a rate"))),
+        epochs=EpochEnds(),
     )
     Session._committed(session, VersionId(1, 2))
     record.close()
