@@ -11,6 +11,9 @@ counted: what is not on storage when the job fails is made again. The chosen int
 the same lives, so that luck falls on all alike. Twice: where the failures alone decide, and where
 an allowed overhead is kept, against the best of the intervals that keep it.
 
+As a baseline, a checkpoint at the end of every epoch is counted as well, with which CheckFreq
+compares: training waits until it is on storage.
+
 Failures in this table are those that memory does not survive. How often these are follows from the
 lost nodes, the placement and the time of a repair; that formula is held against nodes that fail one
 by one.
@@ -69,6 +72,21 @@ def effective_training(costs: Costs, steps: int, lives: Lives, restart_secs: flo
     return float(np.maximum(written, 0.0).sum() * steps * costs.step_secs / lives.sum())
 
 
+def lost_secs(costs: Costs, steps: int, lives: Lives, restart_secs: float) -> float:
+    """Mean seconds since the last checkpoint on storage when the job fails, which are made again.
+
+    Args:
+        costs: of a step and a checkpoint.
+        steps: between two checkpoints.
+        lives: seconds from the beginning of a restart to the next failure.
+        restart_secs: until training goes on.
+    """
+    trained = np.maximum(lives - restart_secs, 0.0)
+    cycle = steps * costs.step_secs + costs.cost_secs
+    written = np.floor((trained + costs.cost_secs - costs.write_secs) / cycle)
+    return float((trained - np.maximum(written, 0.0) * cycle).mean())
+
+
 def every_interval(costs: Costs, mtbf_secs: float, tried: int) -> list[int]:
     """Intervals from the shortest that storage can take to one far too long, in equal ratios."""
     least = max(1, ceil((costs.write_secs - costs.cost_secs) / costs.step_secs - 1e-9))
@@ -86,6 +104,8 @@ class Point:
         chosen_steps, why: what reft chooses.
         best_steps: the best of the search.
         effective, best_effective: training that lasts, as a part of all time.
+        lost_secs: training that is made again after a failure, at the chosen interval.
+        epoch_effective, epoch_lost_secs: the same with one synchronous checkpoint for each epoch.
         allowed_steps, allowed_best_steps, allowed_effective, allowed_best_effective: the same where
             the allowed overhead is kept.
     """
@@ -99,6 +119,9 @@ class Point:
     best_steps: int
     effective: float
     best_effective: float
+    lost_secs: float
+    epoch_effective: float
+    epoch_lost_secs: float
     allowed_steps: int
     allowed_best_steps: int
     allowed_effective: float
@@ -147,6 +170,8 @@ def search(options: argparse.Namespace) -> Iterator[Point]:
             }
             least = costs.cost_secs / (options.max_overhead * costs.step_secs) * (1 - 1e-9)
             keeping = [k for k in found if k >= least]
+            synchronous = Costs(options.step_secs, write, write)
+            epoch = synchronous, options.epoch_steps, lives, options.restart_secs
             best, allowed_best = (
                 max(found, key=found.__getitem__),
                 max(keeping, key=found.__getitem__),
@@ -161,6 +186,9 @@ def search(options: argparse.Namespace) -> Iterator[Point]:
                 best,
                 found[chosen],
                 found[best],
+                lost_secs(costs, chosen, lives, options.restart_secs),
+                effective_training(*epoch),
+                lost_secs(*epoch),
                 allowed,
                 allowed_best,
                 found[allowed],
@@ -246,6 +274,12 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument(
         "--max-overhead", type=float, default=0.035, help="allowed (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--epoch-steps",
+        type=int,
+        default=3600,
+        help="steps of an epoch, after which the baseline writes (default: %(default)s)",
     )
     parser.add_argument(
         "--lives", type=int, default=100_000, help="drawn per point (default: %(default)s)"
@@ -337,7 +371,10 @@ def main() -> None:
         "machine": machine(),
         "costs": {
             key: getattr(options, key)
-            for key in ("step_secs", "write_gb", "cost_part", "restart_secs", "max_overhead")
+            for key in (
+                *("step_secs", "write_gb", "cost_part", "restart_secs", "max_overhead"),
+                "epoch_steps",
+            )
         },
         "lives": options.lives,
         "worst": worst.to_json(),
@@ -351,14 +388,17 @@ def main() -> None:
     print("\n".join(run_lines(result)))
     print(
         f"simulated, {options.lives} lives a point: steps of {options.step_secs:g} s, "
-        f"{options.write_gb:g} GB, {options.cost_part:.0%} of the writing time as cost"
+        f"{options.write_gb:g} GB, {options.cost_part:.0%} of the writing time as cost; epochs of "
+        f"{options.epoch_steps} steps, written while training waits"
     )
     head = f"{'MTBF':>8} {'GB/s':>6} {'chosen':>8} {'best':>8} {'lasting':>8} {'missed':>7}"
+    head += f" {'lost':>7} {'by epoch':>8} {'lost':>7}"
     print(f"{head}   within the overhead")
     for p in points:
         print(
             f"{p.mtbf_secs / HOUR:7.2f}h {p.write_bytes_per_sec / 1e9:6.3f} "
-            f"{p.chosen_steps:8} {p.best_steps:8} {p.effective:8.4f} {p.missed:7.2%}   "
+            f"{p.chosen_steps:8} {p.best_steps:8} {p.effective:8.4f} {p.missed:7.2%} "
+            f"{p.lost_secs:6.0f}s {p.epoch_effective:8.4f} {p.epoch_lost_secs:6.0f}s   "
             f"{p.allowed_steps:6} {p.allowed_missed:6.2%}, price {p.price:.2%}"
         )
     for name, point, missed in (

@@ -6,6 +6,8 @@ The same job, PP2 x DP2, every rank on a node of its own, runs in turns in each 
 drawn trace of failures, and once undisturbed:
 
 - ``reft``: under ``reft launch``, a version every step and a checkpoint on disk every 100 steps;
+- ``reft-auto``: the same with ``"interval_steps": "auto"``: as many steps between two versions as
+  keep their cost within 3 % of a step;
 - ``deepspeed-N``: under ``torchrun``, with a DeepSpeed checkpoint every N steps;
 - ``none``: under ``torchrun``, without checkpoints; it begins again at step 0.
 
@@ -57,6 +59,7 @@ from benchmarks.simulator.failures import (
 from reft.profile.figure import new_figure, save_figure
 
 UNDISTURBED = "undisturbed"
+REFT = ("reft", "reft-auto")
 _PERSIST_STEPS = 100
 _KINDS = {"trainer": KillKind.PROCESS, "node": KillKind.NODE}
 _CURVE_SECS = 3.0
@@ -148,8 +151,14 @@ class Run:
 
 
 def save_interval(way: str) -> int:
-    """Steps between two saves; 0: none."""
-    return 1 if way == "reft" else int(way.partition("-")[2] or 0)
+    """Steps between two saves; 0: none. reft's own choice counts as 1."""
+    return 1 if way in REFT else int(way.partition("-")[2] or 0)
+
+
+def reft_block(way: str, folder: Path) -> dict[str, Any]:
+    persist = {"dir": str(folder / "disk"), "interval_steps": _PERSIST_STEPS}
+    interval = "auto" if way == "reft-auto" else 1
+    return {"interval_steps": interval, "persist": persist}
 
 
 def run(
@@ -159,7 +168,7 @@ def run(
     (folder / "events").mkdir(parents=True)
     shm.mkdir()
     job = Job(
-        system="reft" if way == "reft" else "torchrun",
+        system="reft" if way in REFT else "torchrun",
         directory=folder,
         memory_root=shm,
         nodes=options.pp * options.dp,
@@ -167,7 +176,7 @@ def run(
         spares=1,
         trainer=trainer_arguments(options),
         save_interval=save_interval(way),
-        reft={"persist": {"dir": str(folder / "disk"), "interval_steps": _PERSIST_STEPS}},
+        reft=reft_block(way, folder),
     )
     failures: list[Failure] = []
     loads: list[float] = []
@@ -249,7 +258,7 @@ def measure(options: argparse.Namespace, space: Any) -> list[Run]:
     known = {(found.seed, found.way) for found in runs}
     for seed in range(options.seed, options.seed + options.traces):
         trace = draw_trace(seed, options.mtbf_secs, options.secs, options.pp * options.dp)
-        for way in (UNDISTURBED, "reft", *(f"deepspeed-{n}" for n in options.intervals), "none"):
+        for way in (UNDISTURBED, *REFT, *(f"deepspeed-{n}" for n in options.intervals), "none"):
             if (seed, way) in known:
                 continue
             found = run(way, seed, [] if way == UNDISTURBED else trace, options, space)
@@ -408,7 +417,7 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
     """
     figure = new_figure(13.0, 4.0)
     over_time, shares, at_scale = figure.subplots(1, 3)
-    ways = {"reft": "#238b45", result["best_deepspeed"]: "#08519c", "none": "#d94801"}
+    ways = {"reft": "#238b45", "reft-auto": "#74c476", result["best_deepspeed"]: "#08519c", "none": "#d94801"}
     trace = result["traces"][0]
     _draw_curve(over_time, trace["undisturbed"], "undisturbed", "#888888")
     for number, (way, colour) in enumerate(ways.items()):

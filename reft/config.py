@@ -41,12 +41,24 @@ class ConfigBlock(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
+def _expand_variables(path: object) -> object:
+    """Replace environment variables in a path, which may have other values on other nodes."""
+    if not isinstance(path, str):
+        return path
+    expanded = os.path.expandvars(path)
+    if "$" in expanded:
+        raise ValueError(
+            f"{path!r} names an environment variable that is not set here; set it for all ranks"
+        )
+    return expanded
+
+
 class PersistConfig(ConfigBlock):
     """Low-frequency checkpoints on storage, written from host memory in the background."""
 
-    dir: Path | None = Field(
-        None, description="directory that every node sees; null switches it off"
-    )
+    dir: Annotated[Path, BeforeValidator(_expand_variables)] | None = None
+    """directory that every node sees, or a directory on each node's own disk; $NAME in it is the
+    value of an environment variable; null: nothing is written"""
     interval_steps: int | Literal["auto"] = 0
     """write the newest committed version every this many steps; 0: only on SIGTERM; 'auto': chosen
     while the job runs, from how often memory fails and what writing costs"""
@@ -63,11 +75,16 @@ class PersistConfig(ConfigBlock):
     to the next; null: the interval that loses least time"""
     keep: int = Field(2, ge=1)
     """newest persisted checkpoints to keep"""
+    keep_epochs: int = Field(0, ge=0)
+    """checkpoints at the ends of epochs to keep as well, for loaders that reft follows; 0: none is
+    written for an epoch's end"""
     export_at_end: Path | None = None
     """when training finishes or is asked to stop, export the newest version to this directory in
     DeepSpeed's checkpoint format, as 'reft persist' does"""
     timeout_secs: float = Field(600.0, gt=0)
     """give up a checkpoint when a peer's part has been missing for this long"""
+    local: bool = False
+    """whether every node has a directory of its own there; found out at the start of the job"""
 
     @property
     def fixed_steps(self) -> int:
@@ -181,10 +198,11 @@ class HasConfig(ConfigBlock):
     separate_links: bool = False
     """training and snapshots use different links (NVLink and PCIe), so copies may also run during
     communication (tier 3)"""
-    overflow: Literal["stall", "interval", "staging"] = "stall"
+    overflow: Literal["auto", "stall", "interval", "staging"] = "auto"
     """for bytes that do not fit before the optimizer step: 'stall' makes it wait, 'interval' takes
     versions less often to keep max_overhead, 'staging' copies them to free device memory and to the
-    host in the next steps"""
+    host in the next steps; 'auto' is 'stall', or with "interval_steps": "auto" on devices without
+    pipeline stages the cheaper of 'stall' and 'staging', as measured"""
     staging_fallback: Literal["stall", "interval"] = "interval"
     """what 'staging' does on CPUs, or if the device has no free memory"""
     max_overhead: float = Field(0.03, gt=0, le=1)
@@ -432,7 +450,7 @@ class ReftConfig(ConfigBlock):
         return self.protection.removesuffix(AOR)
 
     def _check_auto_persist(self) -> None:
-        for key in ("interval_steps", "export_at_end"):
+        for key in ("interval_steps", "keep_epochs", "export_at_end"):
             if getattr(self.persist, key) and self.persist.dir is None:
                 raise ValueError(
                     f'"persist": {{"{key}": ...}} needs "dir": the directory to write checkpoints '
@@ -635,12 +653,16 @@ def _explain_errors(error: ValidationError) -> str:
     return "\n".join(lines)
 
 
+# Keys that are not explained: one is for tests, the other is set by reft for the node's daemon
+_NOT_FOR_USERS = ("faults", "local")
+
+
 def _keys_at(path: tuple[int | str, ...]) -> list[str]:
     models: dict[str, type[BaseModel]] = {**NESTED, "faults": FaultConfig}
     model: type[BaseModel] = next(
         (models[str(name)] for name in path if name in models), ReftConfig
     )
-    return [name for name in model.model_fields if name != "faults"]  # Only for tests
+    return [name for name in model.model_fields if name not in _NOT_FOR_USERS]
 
 
 @dataclass(frozen=True)
@@ -664,7 +686,7 @@ def explain(model: type[BaseModel] = ReftConfig, prefix: str = "") -> Iterator[K
         key = prefix + name
         if name in NESTED:
             yield from explain(NESTED[name], key + ".")
-        elif name != "faults":  # Only for tests
+        elif name not in _NOT_FOR_USERS:
             default = field.get_default(call_default_factory=True)
             default = str(default) if isinstance(default, Path) else default
             meaning = " ".join((field.description or "").split())

@@ -228,11 +228,14 @@ class Resumption:
 
     def run_pass(self, original: Any, *args: Any, **kwargs: Any) -> None:
         """Wrap the Trainer's method for one epoch; skip the batches before the restored step."""
+        from reft.engine.attach import finish_training
+
         bound = inspect.signature(original).bind(*args, **kwargs).arguments
         if self._step is not None:
             trainer = self._trainer
             if self._has_stopped or trainer.state.global_step >= trainer.state.max_steps:
                 trainer.control.should_training_stop = True
+                finish_training(trainer.model_wrapped)  # The Trainer loads its best model next
                 return
             first, steps = divmod(self._step, bound["num_update_steps_per_epoch"])
             if bound["epoch"] < first:

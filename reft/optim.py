@@ -272,21 +272,16 @@ def is_fused(device: torch.device) -> bool:
 
 
 def _has_same_bits(device: torch.device) -> bool:
-    """Compare the fused kernel with single operations, for numbers of all sizes."""
+    """Compare the fused kernel with single operations, for numbers of all sizes: AdamW and Adam."""
     generator = torch.Generator().manual_seed(0)
     sample = torch.randn(4, 2**14, generator=generator)
     sample *= 10.0 ** torch.randint(-42, 3, sample.shape, generator=generator)
     sample[3].abs_()  # A second moment is not negative.
-    scalars = _Scalars.of(
-        {
-            **{"betas": (0.9, 0.98), "decoupled_weight_decay": True},
-            **{"lr": 1e-3, "eps": 1e-8, "weight_decay": 0.1},
-        },
-        step=3,
-    )
+    group = {"betas": (0.9, 0.98), "lr": 1e-3, "eps": 1e-8, "weight_decay": 0.1}
     single, fused = (list(sample.to(device, copy=True)) for _ in range(2))
     for update, (p, g, m, v) in ((_update, single), (launch_fused, fused)):
-        update(p, g, m, v, scalars)
+        for step, decoupled in enumerate((True, False), 3):
+            update(p, g, m, v, _Scalars.of({**group, "decoupled_weight_decay": decoupled}, step))
     pairs = zip(single, fused, strict=True)
     return all(torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in pairs)
 

@@ -99,7 +99,7 @@ def test_p10_an_absent_block_is_off() -> None:
         ({"variant": "none", "persist": {"dir": "/x"}}, "nothing to persist"),
         ({"has": {"chunk_bytes": 5000}}, "write a multiple of 64, for example 4992"),
         ({"has": {"window": "paper"}}, 'did you mean "windows"'),
-        ({"has": {"overflow": "drop"}}, "'stall', 'interval' or 'staging'"),
+        ({"has": {"overflow": "drop"}}, "'auto', 'stall', 'interval' or 'staging'"),
     ],
 )
 def test_bad_blocks_are_refused_with_a_message_that_helps(block: dict, said: str) -> None:

@@ -19,7 +19,7 @@ import torch
 
 from reft.aor.host_adam import AdamRecipe
 from reft.checks.preflight import ScriptLook, storage_findings
-from reft.config import ReftConfig, Variant
+from reft.config import PersistConfig, ReftConfig, Variant
 from reft.control.control import ControlGroup
 from reft.data.comparison import Orders, difference, dynamic_refused
 from reft.data.order import shares_store
@@ -89,7 +89,9 @@ def start_findings(start: StartFacts) -> Iterator[Finding]:
     missing = describe_missing(persists=config.persist.dir is not None)
     exact = all(device.adam_is_exact for device in job.devices)
     inexact = None if start.recipe is None else explain_inexact(start.recipe, seen_exact=exact)
-    for text in (unwritable, inexact, missing, None if config.allow_unprotected else shortfall):
+    unexported = explain_unexported(config.persist)
+    unprotected = None if config.allow_unprotected else shortfall
+    for text in (unwritable, inexact, missing, unexported, unprotected):
         if text:
             yield Finding(Severity.WARNING, text)
     for text in _notes(start):
@@ -115,6 +117,8 @@ def _notes(start: StartFacts) -> Iterator[str]:
         )
     if job.config.allow_unprotected and (shortfall := _shortfall(start)):
         yield shortfall
+    if job.config.persist.local:
+        yield describe_local_disks(job.config.persist, start.record)
 
 
 def describe_frozen(job: JobFacts) -> str | None:
@@ -147,7 +151,8 @@ def explain_inexact(recipe: AdamRecipe, *, seen_exact: bool = True) -> str | Non
         else "For partitions that are recomputed to the bit, write "
         '"optimizer": {"type": "ExactAdam", "params": {"lr": ...}} and '
         '"zero_allow_untested_optimizer": true into the DeepSpeed JSON, or pass '
-        "optimizer=reft.ExactAdam(...) to deepspeed.initialize"
+        "optimizer=reft.ExactAdam(...) to deepspeed.initialize (Megatron-DeepSpeed: "
+        "--optimizer exact_adam, with exact_adam.patch)"
     )
     return (
         f'"+aor" saves no traffic here, since every partition is sent after all: the optimizer, '
@@ -300,6 +305,29 @@ def describe_protection(
         f"{nodes} node(s), incarnation {incarnation}; "
         f"protection {record.in_force} survives {survived}; versions in memory "
         f"{_interval(config.adapts, config.version_steps)}, {kept}"
+    )
+
+
+def describe_local_disks(persist: PersistConfig, record: ProtectionRecord) -> str:
+    """Describe in one line what versions on disks survive that only their own node sees."""
+    lost = "the loss of one disk makes all versions there unusable"
+    if record.tolerance:
+        lost = f"they survive the loss of {record.tolerance} node's disk(s) per sharding group"
+    return (
+        f"{persist.dir} is not shared by the nodes: each node keeps its own part of the versions "
+        f"on storage there, with copies and parities ({record.in_force}), and {lost}"
+    )
+
+
+def explain_unexported(persist: PersistConfig) -> str | None:
+    """Explain why nothing is exported at the end of a job on local disks; None if it is, or is not
+    requested."""
+    if not persist.local or persist.export_at_end is None:
+        return None
+    return (
+        f"persist.export_at_end will export nothing: no node sees the parts of the others in "
+        f"{persist.dir}. Name a directory there that all nodes share, or copy the directories of "
+        "all nodes into one and run 'reft persist --from' on it"
     )
 
 

@@ -275,6 +275,11 @@ class Loader(TrackedLoader[Progress]):
             at = self._beginning() if reader.evaluates else reader.at
         return None if at is None else encode(at, self._order)
 
+    def ended_epochs(self) -> int:
+        position = self.position()
+        at = JobPosition() if position is None else decode(position, self._order, self.name)
+        return at.epoch + (self.partition.next(at) == 0)
+
     def go_to(self, position: dict[str, Any]) -> None:
         """Move to a position. Raises ConfigError if the position is one in other data or in
         another order."""

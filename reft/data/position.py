@@ -450,6 +450,15 @@ class DataPosition:
             self._stateful.load_state_dict(self._stateful_saved)
             self._stateful_saved = None
 
+    def epochs(self) -> int | None:
+        """Return how many passes over the training data have ended after the last step.
+
+        Returns:
+            The number; None if training reads no loader that keeps its position itself.
+        """
+        loaders = self._trained_loaders.values()
+        return max((loader.ended_epochs() for loader in loaders), default=None)
+
     # -- reports (P12) -----------------------------------------------------------------------------
 
     def left_behind(self) -> str | None:

@@ -94,6 +94,10 @@ class TrackedLoader(ABC, Generic[R]):
         """
 
     @abstractmethod
+    def ended_epochs(self) -> int:
+        """Return how many passes have ended at the position of :meth:`position`."""
+
+    @abstractmethod
     def go_to(self, position: dict[str, Any]) -> None:
         """Continue at ``position``, even in a pass that is already being read."""
 
@@ -258,6 +262,14 @@ class ResumableLoader(TrackedLoader[LoaderIterator]):
             if begins or found.evaluates:
                 found = replace(found, evaluates=True, number=self._next_number())
         return None if found is None else dict(vars(found))
+
+    def ended_epochs(self) -> int:
+        position = self.position()
+        if position is None:
+            return 0
+        at = Position(**position)
+        # If training continues with a new pass, the number is already that pass's.
+        return at.number + (at.complete and not at.evaluates)
 
     def _next_number(self) -> int:
         return 0 if self._pass is None else self._pass.number + self._pass.counts

@@ -136,6 +136,7 @@ def running_program(engine: Any) -> Program | None:
 _SESSION = "_reft_session"
 
 _BEGIN_STEP = "_reft_begin_step"
+_FINISH_TRAINING = "_reft_finish_training"
 
 _sessions: list[Session] = []  # Sessions of this process, to be closed at its end
 
@@ -282,6 +283,17 @@ def begin_step(engine: Any) -> None:
         begin()
 
 
+def finish_training(engine: Any) -> None:
+    """Mark that the script has no step left to train. A checkpoint that it loads from here on
+    replaces the state, even if it is older, such as a Trainer's best model.
+
+    This function does nothing if the engine is not protected.
+    """
+    finish = getattr(engine, _FINISH_TRAINING, None)
+    if finish is not None:
+        finish()
+
+
 def find_session(engine: Any) -> Session | None:
     return getattr(engine, _SESSION, None)
 
@@ -321,6 +333,7 @@ class EngineWrappers:
         self._micro_batch = int(self._engine.train_micro_batch_size_per_gpu())
         self._tokens = 0  # Tokens in a sample; 0 until a batch of token ids has been read
         setattr(self._engine, _BEGIN_STEP, self._hooks.begin_by_script)
+        setattr(self._engine, _FINISH_TRAINING, self._restorer.finish_training)
         self._wrap_steps(session)
         for name, around, phase in (
             ("load_checkpoint", self._load, Phase.LOADING),

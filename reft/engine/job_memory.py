@@ -160,9 +160,14 @@ def _require_own_files(path: Path, control: ControlGroup) -> None:
             )
 
 
-def agree_on_incarnation(config: ReftConfig, job_dir: JobDir, control: ControlGroup) -> int:
+def agree_on_incarnation(
+    config: ReftConfig, job_dir: JobDir, control: ControlGroup, *, is_first_on_node: bool
+) -> int:
     """Agree on the incarnation, the number of this start: one more than any node or the storage
     has recorded (P7). Collective.
+
+    Rank 0 reads and claims the storage; if each node has a disk of its own, the first rank of each
+    node does.
 
     The incarnation equals the number on which the launchers agreed when they started the trainers,
     unless storage has recorded a later one. After this call, older starts of the job cannot write
@@ -172,7 +177,8 @@ def agree_on_incarnation(config: ReftConfig, job_dir: JobDir, control: ControlGr
         FencedError: another start of the job has claimed the storage with the same number.
             Raised on all ranks.
     """
-    job_id, disk = job_dir.job_id, config.persist.dir if control.rank == 0 else None
+    reads_disk = is_first_on_node if config.persist.local else control.rank == 0
+    job_id, disk = job_dir.job_id, config.persist.dir if reads_disk else None
     seen = max(job_dir.newest_incarnation(), int(os.environ.get(ENV_INCARNATION, "0")) - 1)
     if disk is not None:
         try:
@@ -229,7 +235,9 @@ class JobMemory:
             self.job_dir = open_job_dir(config, job_id, node, control)
             store = os.environ.get(ENV_STORE) if control.rank == 0 else None
             self.record = JobRecord.at(store, job_id)
-            self.incarnation = agree_on_incarnation(config, self.job_dir, control)
+            self.incarnation = agree_on_incarnation(
+                config, self.job_dir, control, is_first_on_node=self._writes
+            )
             self._note()
         except BaseException:
             self.close()

@@ -86,7 +86,7 @@ class Restorer:
     ) -> None:
         self._context, self._session = context, session
         self._memory, self._checkpoints = memory, checkpoints
-        self._trains = False  # Whether this process has begun its first step
+        self._trains = False  # Whether this process has begun a step, or has none left to train
         self._resumed: ResumePoint | None = None
         self._bases: list[LoadCall] = []  # Loads of base weights before the first step
         self._tagged: LoadCall | None = None
@@ -107,6 +107,11 @@ class Restorer:
         if self._checkpoints.unprotected:
             self._checkpoints.unprotected = False
             self._memory.protect()
+
+    def finish_training(self) -> None:
+        """Called when no step is left to train: from here on, loads are those of a job that
+        trains."""
+        self._trains = True
 
     def load(self, call: LoadCall) -> tuple[Any, Any]:
         """Load the requested state. Collective.
@@ -215,7 +220,11 @@ class Restorer:
             if (result := self._load_first_sound(call, [checkpoint])) is not None:
                 return result
         if self._context.is_rank_zero:
-            logger.info("%s found nothing newer: the job has been resumed already", call)
+            logger.info(
+                "%s found nothing newer than the resumed state, which is kept; name a tag to go "
+                "back to an older checkpoint",
+                call,
+            )
         return resumed.path, resumed.client_state
 
     # -- while the job trains ----------------------------------------------------------------------

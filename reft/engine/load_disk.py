@@ -78,7 +78,11 @@ class CheckpointLoader:
         self._memory, self._job_memory = memory, job_memory
         self.unprotected = False
         self.disk = DiskRestorer(
-            context.control, context.coordinate, context.job_id, context.config.persist.dir
+            context.control,
+            context.coordinate,
+            context.job_id,
+            context.config.persist,
+            is_reader=context.is_first_on_node,
         )
 
     def load(
@@ -160,9 +164,7 @@ class CheckpointLoader:
         """Recover a version on storage in the same way as one in memory. Its blocks are verified
         while they are read (P5)."""
         began = time.perf_counter()
-        recovery, plan = self._memory.survey(
-            stored_participant(self._context, checkpoint.path, str(checkpoint.job_id))
-        )
+        recovery, plan = self._memory.survey(stored_participant(self._context, checkpoint))
         outcome: RecoveryOutcome | NotRecoverable
         if isinstance(plan, RecoveryPlan):
             outcome, state = self._memory.take_up(recovery, str(checkpoint))

@@ -49,6 +49,7 @@ from reft.snapshot.plan import SectionSizes, make_shard_plan
 from reft.snapshot.worker import SnapshotRequest
 from reft.state.blob import DecodedBlob, capture_rng, restore_rng
 from reft.state.catalogue import SectionImage
+from reft.storage.load import DiskCheckpoint
 from reft.storage.persisted import STORAGE_KEY
 
 logger = logging.getLogger(__name__)
@@ -194,23 +195,26 @@ def participant(context: JobContext, faults: FaultPlan) -> Participant:
     return Participant(context.topology, context.control, job.job_id, store, faults)
 
 
-def stored_participant(context: JobContext, version: Path, job_id: str) -> Participant:
+def stored_participant(context: JobContext, checkpoint: DiskCheckpoint) -> Participant:
     """Describe this rank as a participant in a recovery from storage; another job may have written
     the version.
 
-    All nodes can read all arenas, so the reads are divided: a node reads the arenas of its own
+    If all nodes can read all arenas, the reads are divided: a node reads the arenas of its own
     ranks and, if the version has another layout, a share of the arenas that belong to no present
-    rank.
+    rank. A node with a disk of its own reads what it has there.
     """
-    topology, node = context.topology, context.node
+    topology, node, path = context.topology, context.node, checkpoint.path
     nodes = sorted(set(topology.nodes))
     homes = {str(c): n for c, n in zip(topology.coordinates, topology.nodes, strict=True)}
 
     def is_read_here(path: Path) -> bool:
         return homes.get(path.stem, nodes[zlib.crc32(path.stem.encode()) % len(nodes)]) == node
 
-    store = ArenaStore(version, node, STORAGE_KEY, is_read_here)
-    return Participant(topology, context.control, job_id, store)
+    store = ArenaStore(path, node, STORAGE_KEY, is_read_here)
+    if checkpoint.local:
+        part = checkpoint.part_at(context.config.persist.dir)
+        store = ArenaStore(part or path, node, STORAGE_KEY, lambda path: part is not None)
+    return Participant(topology, context.control, str(checkpoint.job_id), store)
 
 
 def completing(context: JobContext, record: ProtectionRecord) -> StoreConfig | None:

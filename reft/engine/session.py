@@ -51,6 +51,8 @@ from reft.snapshot.arenas import ArenaSet
 from reft.snapshot.extension import VersionFeature
 from reft.snapshot.stats import PeerErrors, SnapshotStats
 from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, WorkerCallbacks
+from reft.storage.epochs import EpochEnds
+from reft.storage.local_disks import find_local_disks
 from reft.verify.finite import FiniteCheck
 from reft.verify.peers import PeerCheck
 
@@ -87,6 +89,7 @@ class Session:
         copying: copy engine and pacing of this rank.
         protection: the active protection scheme.
         fence: makes training wait for copies (P2).
+        epochs: finds the versions with which passes over the data end.
         state: captures the state with which a step begins.
         tracer: traces steps, for tests, figures and the profiler.
         stopping: stops the job on request.
@@ -111,6 +114,7 @@ class Session:
         config = name_job(config, control)
         log.set_place(str(config.job_id), str(coordinate), engine.global_steps)
         topology, places = gather_topology(control, coordinate, degrees)
+        config = find_local_disks(config, control, topology.nodes)
         # Undo everything if this engine is refused: the script may continue with another engine,
         # which needs the same locks and connections.
         with ExitStack() as undo:
@@ -183,6 +187,7 @@ class Session:
         path, engine = context.job_dir.path, context.engine
         self.worker: SnapshotWorker | None = None
         self.peer_errors = PeerErrors()
+        self.epochs = EpochEnds()
         self.faults = FaultPlan(
             context.config.faults,
             at,
@@ -354,7 +359,7 @@ class Session:
             job_dir=job_dir.path,
             scheme=self.protection.record.in_force,
             tolerance=lambda: self.tolerance,
-            advised_steps=lambda: self.copying.pacer.advised_interval_steps,
+            pacer=self.copying.pacer,
             peer_errors=self.peer_errors,
             from_memory=bool(frozen),
         )
@@ -424,6 +429,8 @@ class Session:
                     on_difference=verify.on_difference,
                 ).connect(control, context.topology)
             )
+        if config.persist.keep_epochs:
+            features.append(self.epochs)
         features.append(MirrorToPeer(control, context.topology, config.block_bytes))
         return features
 
@@ -503,6 +510,7 @@ class Session:
         """
         stats = self.stats.to_json()
         due, rate_stats = False, dict[str, Any]()
+        ends_epoch, epochs = self.epochs.take(label)
         try:
             due, rate_stats = self.rates.committed(label)
         except Exception as error:
@@ -513,7 +521,8 @@ class Session:
                 label,
                 stats | rate_stats,
                 unprotected=self.protection.lost,
-                due=due,
+                due=due or ends_epoch,
+                epochs=epochs,
             ),
         )
         # Include counters, since a killed rank writes no "closed" event.
@@ -619,6 +628,8 @@ class Session:
         if step != self._last_step and not self.closed:
             self._last_step, self._stepped = step, True
             log.set_step(step)
+            if self.context.config.persist.keep_epochs and self.context.engine.data is not None:
+                self.epochs.step_ended(step, self.context.engine.data.epochs())
             self._is_due = self.worker is not None and self.rates.takes_version(step)
             self.state.boundary.step_ended(is_due=self._is_due)
             if not self.tracer.woven:

@@ -126,6 +126,8 @@ class StepHooks:
         advice = self._data.advice()
         if not self._session.takes_versions:
             return
+        if self._context.config.persist.keep_epochs:
+            self._require_epochs()
         if not self._restorer.has_resumed:
             self._session.require_first_version()
         # If reft does not track the position in the data, a script with a client state is
@@ -140,3 +142,13 @@ class StepHooks:
             findings.insert(0, advice)
         if (text := merge_findings(findings)) is not None:
             self._context.warn(text)
+
+    def _require_epochs(self) -> None:
+        """Warn if no rank knows when an epoch ends, so that no checkpoint is kept for it.
+        Collective."""
+        if self._context.control.any_of(self._data.epochs() is not None) == [False]:
+            self._context.warn(
+                "persist.keep_epochs has no effect: the script trains from no loader that reft "
+                "follows, so it is not known where an epoch ends. Write loader = "
+                "reft.resumable(loader), or use reft.data.loader"
+            )

@@ -229,6 +229,7 @@ class Launcher:
             return self._run()
         except SignalException as stop:
             logger.warning("%s; the trainers have ended", stop)
+            self._end_daemon()
             self.backend.wait_for_others()
             return 128 + int(stop.sigval)
         except FencedError as error:
@@ -356,6 +357,7 @@ class Launcher:
                     self.rendezvous.incarnations.forget_committed()
             self.rendezvous.shutdown(ENDED_WELL)
             if agent.all_ended_well:
+                self._end_daemon()
                 self.backend.wait_for_others()
             else:
                 logger.warning(
@@ -394,16 +396,24 @@ class Launcher:
         self.backend.close()
         if self._fork_server is not None:
             self._fork_server.close()
-        if self._daemon is not None:
-            self._end_daemon(self._daemon)
+        self._end_daemon()
         self._release_memory()
 
-    def _end_daemon(self, daemon: DaemonSupervisor) -> None:
-        """End the daemon. If storage lacks the newest version, let the daemon write it first."""
+    def _end_daemon(self) -> None:
+        """End the daemon. If storage lacks the newest version, let the daemon write it first.
+
+        Daemons whose nodes have disks of their own meet in the rendezvous store meanwhile, which
+        the launcher of one of the nodes may serve.
+        """
+        self._signals.closing = True
+        daemon, self._daemon = self._daemon, None
+        if daemon is None:
+            return
         persist = parse_block(read_json(self._memory.path / CONFIG_FILE) or {}).persist
         ended_well = self._end is JobEnd.WELL
         was_stopped = self._end is JobEnd.UNFINISHED and self._signals.received is not None
-        exports = persist.export_at_end is not None and (was_stopped or ended_well)
+        exports = persist.export_at_end is not None and not persist.local
+        exports = exports and (was_stopped or ended_well)
         # When a script ends well, its last version exists in memory only, which is removed below:
         # the daemon must write it first.
         stores = exports or (persist.dir is not None and ended_well)

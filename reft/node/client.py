@@ -118,6 +118,7 @@ class TrainerReport:
     incarnation: int  # Number of the job's start to which the trainer belongs
     committed: tuple[int, int] | None = None  # Newest committed version
     due: tuple[int, int] | None = None  # Newest version that the daemon has to write to storage
+    epochs: int | None = None  # Number of epochs that have ended at the due version, if known
     # First version since memory became too small to survive the loss of a node; None if memory is
     # large enough now
     unprotected_since: tuple[int, int] | None = None
@@ -195,6 +196,7 @@ class DaemonClient:
         *,
         unprotected: bool = False,
         due: bool = False,
+        epochs: int | None = None,
     ) -> None:
         """Report a version that all ranks have committed.
 
@@ -203,6 +205,7 @@ class DaemonClient:
             stats: this rank's statistics.
             unprotected: whether memory is too small to survive the loss of a node.
             due: whether the ranks agreed that this version goes to storage.
+            epochs: number of epochs that have ended at the version; None if unknown.
         """
         committed = label.incarnation, label.step
         # All nodes must persist the same versions. The daemon may miss the report on this version
@@ -212,6 +215,7 @@ class DaemonClient:
         self._write(
             committed=committed,
             due=committed if due else self._report.due,
+            epochs=epochs if due else self._report.epochs,
             unprotected_since=since,
             stats=dict(stats),
         )

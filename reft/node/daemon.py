@@ -366,7 +366,7 @@ class Daemon:
             is_past = before is None and report.due != report.committed
             # Offer the due version before the newest one, which may itself not be due.
             if report.due is not None and report.due != known_due and not is_past:
-                self.persister.offer(VersionId(*report.due), due=True)
+                self.persister.offer(VersionId(*report.due), due=True, epochs=report.epochs)
             known_commit = before.committed if before is not None else None
             if report.committed is not None and report.committed != known_commit:
                 label = VersionId(*report.committed)

@@ -298,6 +298,10 @@ class BandwidthModel(Bandwidth):
         new = old + self.smoothing * (part - old)
         self._factors[position] = min(self.HIGHEST, max(self.LOWEST, new))
 
+    def is_measured(self, tier: int) -> bool:
+        """Return whether the bandwidth of a tier was ever measured."""
+        return self._measured[tier] > 0
+
     def observe_copy(self, tier: int, nbytes: int, secs: float) -> None:
         """Update a tier's bandwidth from chunks of ``nbytes`` bytes in total, copied in
         ``secs``."""
@@ -331,6 +335,14 @@ class Pacer(VersionFeature):
         staging: device memory for bytes that fit no tier; None disables staging.
         gate: gate between training and the copying thread; None for the one that suits the
             engine.
+
+    Attributes:
+        chooses_mode: whether the ranks' votes set ``stages``
+            (:class:`reft.policy.agreed.AgreedRates`).
+        stages: whether the next plans stage bytes that fit no tier.
+        copy_overheads: seconds by which a version of the last plan delays training if these
+            bytes go to the host directly, and if they are staged; None until they are known, and
+            if the mode is fixed.
     """
 
     def __init__(
@@ -359,9 +371,11 @@ class Pacer(VersionFeature):
             # the chunk at the fence.
             spare = len(os.sched_getaffinity(0)) > ranks_here * torch.get_num_threads()
             share = 1.0 if engine.asynchronous or spare else 0.0
-        self._limits = HasLimits(
-            share, has.separate_links, Overflow(has.overflow), has.max_overhead
-        )
+        self.chooses_mode = has.overflow == "auto" and staging is not None
+        overflow = Overflow.STALL if has.overflow == "auto" else Overflow(has.overflow)
+        self.stages = overflow is Overflow.STAGING
+        self.copy_overheads: tuple[float, float] | None = None
+        self._limits = HasLimits(share, has.separate_links, overflow, has.max_overhead)
         # Until windows are measured, copy during computation at the lowest pace.
         nowhere_else = stages == 1 and share > 0
         pace = math.inf if share >= 1.0 else share * BandwidthModel.compute
@@ -479,8 +493,14 @@ class Pacer(VersionFeature):
         if not version.is_paced:
             return
         self.version_done(version.writer.layout.mine.device_bytes, version.records)
-        if self._staging is not None and self.plan is not None:
-            self._staging.reserve(self.plan.staged_bytes)
+        if self._staging is None or self.plan is None:
+            return
+        self._staging.reserve(self.plan.staged_bytes)
+        # Until training has waited for a copy, it is unknown how long it would wait for others.
+        if self.chooses_mode and self.model.is_measured(1):
+            left = self.plan.left_over_bytes
+            staged_secs = self._staging.copy_secs(left) if left else 0.0
+            self.copy_overheads = self.plan.left_over_secs, staged_secs
 
     def version_done(self, sections: Mapping[str, int], chunks: Sequence[ChunkRecord]) -> None:
         """Update bandwidths and windows from a copied version, and plan the next versions.
@@ -630,14 +650,14 @@ class Pacer(VersionFeature):
 
     def _limits_now(self) -> HasLimits:
         """Return the limits of the next plan, with the device memory that is available now."""
-        if self._limits.overflow is not Overflow.STAGING:
+        if not self.stages:
             return self._limits
         room = 0 if self._staging is None else self._staging.room()
         falls_back, before = room <= 0, self._falls_back
         self._falls_back = falls_back
         if not falls_back:
-            return replace(self._limits, staging_bytes=room)
-        fallback = self._has.staging_fallback
+            return replace(self._limits, overflow=Overflow.STAGING, staging_bytes=room)
+        fallback = "stall" if self.chooses_mode else self._has.staging_fallback
         if not before:
             logger.warning(
                 "there is no device memory to stage snapshots: has.overflow is %r until there is",

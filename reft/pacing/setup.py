@@ -6,7 +6,6 @@ import torch
 
 from reft.config import ReftConfig, Variant
 from reft.pacing.pacer import Pacer
-from reft.pacing.schedule import Overflow
 from reft.pacing.staging import StagingArea
 from reft.snapshot.copier import Copier, hashing_threads
 from reft.snapshot.device_engine import copy_engine_for
@@ -41,10 +40,11 @@ class CopySetup:
     ) -> None:
         self.variant = config.variant
         self.engine = copy_engine_for(device)
-        stages_bytes = (
-            self.engine.asynchronous and Overflow(config.has.overflow) is Overflow.STAGING
-        )
-        self._staging = StagingArea(self.engine) if stages_bytes else None
+        # A job with bubbles copies in them. In one without, the copy that training waits for may
+        # be within the device: the ranks decide with the interval.
+        chooses = config.has.overflow == "auto" and config.adapts and stages == 1
+        may_stage = self.engine.asynchronous and (chooses or config.has.overflow == "staging")
+        self._staging = StagingArea(self.engine) if may_stage else None
         self._chunk_bytes = config.has.chunk_bytes
         self._hashers = hashing_threads(ranks_here)
         self.pacer = Pacer(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from math import inf
 
 import torch
 
@@ -45,6 +46,7 @@ class StagingArea:
         self._unused_plans = 0
         self._refusals = Backoff(2, _MOST_PLANS_WITHOUT)
         self._plans_without = 0
+        self._bytes_per_sec: float | None = None
 
     @property
     def capacity_bytes(self) -> int:
@@ -64,6 +66,22 @@ class StagingArea:
         # and free_bytes does not include cached memory.
         return max(self.capacity_bytes, self._engine.free_bytes)
 
+    def copy_secs(self, nbytes: int) -> float:
+        """Return the seconds of a copy of ``nbytes`` into the area, at the measured rate of the
+        device (CheckFreq's Tg).
+
+        Infinite if the memory that training leaves free (CheckFreq's Mmax - M) is too small, or
+        once the device has refused an allocation. The first call allocates the area in order to
+        measure.
+        """
+        # Training may have grown since the area was allocated, so the area counts as free here.
+        if self._plans_without or nbytes >= self.capacity_bytes + self._engine.free_bytes:
+            return inf
+        if self._bytes_per_sec is None and not self.reserve(nbytes):
+            return inf
+        assert self._bytes_per_sec is not None
+        return nbytes / self._bytes_per_sec
+
     def reserve(self, nbytes: int) -> bool:
         """Allocate memory for a plan. Must not be called while bytes are staged.
 
@@ -76,7 +94,8 @@ class StagingArea:
         """
         if not nbytes:
             self._unused_plans += 1
-            if self._unused_plans >= _KEPT_PLANS and self._memory is not None:
+            is_short = self._engine.free_bytes < 0  # Training has grown into its margin
+            if self._memory is not None and (is_short or self._unused_plans >= _KEPT_PLANS):
                 self._give_back()
             return True
         self._unused_plans = 0
@@ -92,6 +111,8 @@ class StagingArea:
             logger.warning("snapshots cannot be staged: %s", error)
             return False
         self._refusals.reset()
+        if self._bytes_per_sec is None:
+            self._bytes_per_sec = self._engine.device_bytes_per_sec(self._memory)
         logger.info(
             "%.1f MiB of %s memory stage snapshots", self.capacity_bytes / 2**20, self._engine.name
         )

@@ -218,8 +218,8 @@ def best_interval(
 
     With the overhead limit alone this is Algorithm 1 of CheckFreq, completed: k = max((Tc + Ts -
     To) / Ti, To / (p Ti)), at least 1. Then To <= p k Ti and k Ti + To >= Tc + Ts. A failure
-    rolls back at most 2 k steps, because the newest checkpoint may be incomplete. The
-    algorithm's first copy, within the device, is omitted.
+    rolls back at most 2 k steps, because the newest checkpoint may be incomplete. To is that of
+    the mode of copying (:func:`choose_copy_mode`), since it is measured.
 
     Args:
         step_secs: Ti, duration of a step without a checkpoint in progress.
@@ -274,6 +274,30 @@ def whole_interval(steps: int, version_steps: int) -> int:
 
 def _ceil(value: float) -> int:
     return max(1, ceil(value - _PRECISION * max(1.0, abs(value))))
+
+
+# -- the mode of copying ---------------------------------------------------------------------------
+
+
+class CopyMode(StrEnum):
+    """Way of the bytes that do not reach the host before the optimizer step."""
+
+    HOST = "directly to the host"
+    """CheckFreq's mode CPU: the optimizer step waits until they have arrived."""
+    DEVICE = "through spare device memory"
+    """CheckFreq's mode GPU: the optimizer step waits for a copy within the device only."""
+
+
+def choose_copy_mode(host_overhead: float, device_overhead: float) -> CopyMode:
+    """Return CheckFreq's mode: a copy within the device if it delays training no longer.
+
+    Args:
+        host_overhead: Toc = max(0, Tc - (Ti - Tw)), the delay by a copy to the host
+            (``left_over_secs`` of :class:`reft.pacing.schedule.HasSchedule`).
+        device_overhead: Tog = Tg, the delay by a copy within the device, in the same unit.
+            Infinite if it is unknown, or if the device lacks the memory (Mmax - M <= m).
+    """
+    return CopyMode.DEVICE if device_overhead <= host_overhead else CopyMode.HOST
 
 
 # -- an interval that adapts to the observed overhead ----------------------------------------------

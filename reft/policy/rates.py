@@ -2,8 +2,8 @@
 "auto"``: one controller of :mod:`reft.policy.rate` for each tier.
 
 Unlike CheckFreq in its profiling phase, versions are taken during the measurement, because their
-cost is what is measured. CheckFreq's other mode, a copy within the device, is ``has.overflow:
-staging`` and is never chosen here, because it needs device memory that training may need later.
+cost is what is measured. On a device without pipeline stages, CheckFreq's mode of copying is
+chosen as well (``has.overflow: auto``).
 
 All ranks follow one decision: each proposes an interval in the vote on a version, and the
 longest one wins (:class:`~reft.policy.agreed.AgreedRates`). Training does not wait for any of
@@ -33,6 +33,7 @@ from reft.durable import write_durably
 from reft.errors import PersistError
 from reft.grid import Topology, VersionId, given_up
 from reft.node.history import read_history
+from reft.pacing.pacer import Pacer
 from reft.policy.agreed import AgreedRates
 from reft.policy.rate import (
     DueSteps,
@@ -150,8 +151,7 @@ class IntervalRates:
         job_dir: the job's memory on this node.
         scheme: name of the protection scheme in force.
         tolerance: returns the number of node losses that every sharding group survives.
-        advised_steps: returns the smallest interval, in steps, at which the plan expects the
-            overhead to stay within the allowed limit.
+        pacer: plans this rank's copies, and advises an interval for them.
         peer_errors: where this rank records an error in computing its interval, so that all ranks
             receive it.
         from_memory: whether the job continues from a version in this node's memory.
@@ -173,14 +173,19 @@ class IntervalRates:
         job_dir: Path,
         scheme: str,
         tolerance: Callable[[], int],
-        advised_steps: Callable[[], int],
+        pacer: Pacer,
         peer_errors: PeerErrors,
         from_memory: bool,
     ) -> None:
-        self._config, self._advised_steps = config, advised_steps
+        self._config, self._pacer = config, pacer
         persist, step = config.persist, engine.global_steps
         self._versions = DueSteps(step)
-        self.agreed = AgreedRates(self.wanted_interval, self.wanted_persist_interval, peer_errors)
+        self.agreed = AgreedRates(
+            self.wanted_interval,
+            self.wanted_persist_interval,
+            peer_errors,
+            pacer if pacer.chooses_mode else None,
+        )
         self.votes: Votes | None = None
         self.memory: IntervalController | None = None
         self.storage: StorageIntervalController | None = None
@@ -223,7 +228,7 @@ class IntervalRates:
     # -- for every vote ----------------------------------------------------------------------------
 
     def wanted_interval(self) -> int:
-        advised = self._advised_steps()
+        advised = self._pacer.advised_interval_steps
         return advised if self.memory is None else self.memory.wanted_interval(advised)
 
     def wanted_persist_interval(self) -> int:

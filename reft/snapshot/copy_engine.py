@@ -186,7 +186,7 @@ class CopyEngine(ABC):
     @property
     def free_bytes(self) -> int:
         """Device memory in bytes that a staging buffer may take: the free memory minus a margin
-        for training."""
+        for training; negative if training has used a part of the margin."""
         return 0
 
     def staging_buffer(self, nbytes: int) -> torch.Tensor:
@@ -195,6 +195,15 @@ class CopyEngine(ABC):
 
         Raises:
             StagingMemoryError: ``nbytes`` exceeds :attr:`free_bytes`, or the allocation failed.
+        """
+        raise StagingMemoryError(f"{self.name} copies stage nothing: both are in host memory")
+
+    def device_bytes_per_sec(self, buffer: torch.Tensor) -> float:
+        """Measure how fast the device copies within its memory. Must not be called on the training
+        thread.
+
+        Args:
+            buffer: staging buffer that is not in use; its first half is copied to its second.
         """
         raise StagingMemoryError(f"{self.name} copies stage nothing: both are in host memory")
 

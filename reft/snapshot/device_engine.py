@@ -181,6 +181,7 @@ _MARGIN_PART, _LEAST_MARGIN_BYTES = 0.05, 512 * 2**20
 (the larger one counts). Kernels that are loaded late and workspaces of libraries need it."""
 
 _MS = 1e-3  # Seconds per unit of ``Event.elapsed_time``
+_SHORTEST_MS = 1e-3  # Resolution of ``Event.elapsed_time``
 
 
 class _DeviceTicket(CopyTicket):
@@ -419,14 +420,14 @@ class DeviceCopyEngine(CopyEngine):
     def free_bytes(self) -> int:
         # Count memory that torch has reserved as used: training will reach its peak again.
         free, total = self._module.mem_get_info(self.device)
-        return max(0, int(free - max(_LEAST_MARGIN_BYTES, _MARGIN_PART * total)))
+        return int(free - max(_LEAST_MARGIN_BYTES, _MARGIN_PART * total))
 
     def staging_buffer(self, nbytes: int) -> torch.Tensor:
         self._vendor.enter(self.device)
         if nbytes > self.free_bytes:
             raise StagingMemoryError(
                 f"{self.device}: {nbytes / 2**20:.0f} MiB are wanted to stage snapshots, "
-                f"{self.free_bytes / 2**20:.0f} MiB are free after a margin for training"
+                f"{max(0, self.free_bytes) / 2**20:.0f} MiB are free after a margin for training"
             )
         try:
             with self._module.stream(self._side), self._new_staging_pool():
@@ -449,6 +450,18 @@ class DeviceCopyEngine(CopyEngine):
             self._staging_pool, self.device
         )
         return context
+
+    def device_bytes_per_sec(self, buffer: torch.Tensor) -> float:
+        self._vendor.enter(self.device)
+        half = buffer.numel() // 2
+        began, ended = (self._module.Event(enable_timing=True) for _ in range(2))
+        with self._module.stream(self._side):
+            began.record(self._side)
+            buffer[half : 2 * half].copy_(buffer[:half], non_blocking=True)
+            ended.record(self._side)
+        ended.synchronize()
+        elapsed_ms: float = began.elapsed_time(ended)
+        return half / max(_SHORTEST_MS, elapsed_ms) / _MS
 
     def release_staging(self) -> None:
         # The pool's destructor frees memory that no tensor uses; the driver may wait for the

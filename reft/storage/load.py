@@ -1,6 +1,7 @@
 """Finds checkpoints on storage, orders them and checks their integrity.
 
-Rank 0 searches and sends the result to all ranks. Arenas on storage are recovered like those in
+Rank 0 searches and sends the result to all ranks; if each node has a disk of its own, one rank of
+each node does. Arenas on storage are recovered like those in
 memory: blocks are verified while they are read. If the job already has state that a failed load
 would destroy, all blocks are verified before the load as well. One rank compares each of
 DeepSpeed's files with its checksum before any rank loads it (P5). If any rank finds a problem,
@@ -13,13 +14,14 @@ import heapq
 import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
 
+from reft.config import PersistConfig
 from reft.control.control import ControlGroup
 from reft.errors import PersistError, ReftError
 from reft.grid import Coordinate, Degrees, VersionId, given_up
@@ -82,10 +84,27 @@ class DiskCheckpoint:
     arenas: Degrees | None = None
     # Encoded fingerprint of the job that wrote the checkpoint; None if unknown
     fingerprint: str | None = None
+    # Whether each node has only its own part, in its own directory; ``directory``, ``files`` are
+    # those of one of the nodes
+    local: bool = False
 
     @property
     def path(self) -> Path:
         return self.directory / self.tag
+
+    def part_at(self, persist_dir: Path | None) -> Path | None:
+        """Return the directory with this node's part of a local checkpoint.
+
+        Args:
+            persist_dir: this node's persist directory.
+
+        Returns:
+            The directory; None if this node's disk has no part of this version.
+        """
+        assert persist_dir is not None
+        path = job_directory(persist_dir, str(self.job_id)) / self.tag
+        info = read_marker(path)
+        return path if info is not None and info.label == self.label else None
 
     def __str__(self) -> str:
         return str(self.path)
@@ -153,6 +172,14 @@ def find_on_disk(load_dir: Path | None, persist_dir: Path | None, job_id: str) -
         own = None
     checkpoints, left_out = in_order(persisted, own)
     return LoadedCheckpoint(tuple(checkpoints), (*problems, *left_out))
+
+
+def merge_found(found: Sequence[LoadedCheckpoint]) -> LoadedCheckpoint:
+    """Merge what the nodes have found on disks of their own: each version once."""
+    checkpoints = {c.label or c.path: c for one in reversed(found) for c in one.checkpoints}
+    ordered, left_out = in_order(checkpoints.values(), None)
+    problems = [problem for one in found for problem in one.problems]
+    return LoadedCheckpoint(tuple(ordered), tuple(dict.fromkeys([*problems, *left_out])))
 
 
 def find_named(directory: Path, tag: Any, job_id: str) -> LoadedCheckpoint:
@@ -266,20 +293,57 @@ class DamagedError(PersistError):
 
 
 class DiskRestorer:
-    """Finds and checks checkpoints on storage. All methods are collective over all ranks."""
+    """Finds and checks checkpoints on storage. All methods are collective over all ranks.
+
+    Args:
+        control: messages between the ranks.
+        coordinate: this rank's place in the grid.
+        job_id: the job.
+        persist: where the job's versions are on storage.
+        is_reader: whether this rank reads its node's own disk, if each node has one.
+    """
 
     def __init__(
-        self, control: ControlGroup, coordinate: Coordinate, job_id: str, persist_dir: Path | None
+        self,
+        control: ControlGroup,
+        coordinate: Coordinate,
+        job_id: str,
+        persist: PersistConfig,
+        *,
+        is_reader: bool,
     ) -> None:
         self._control = control
         self._coordinate = coordinate
         self._job_id = job_id
-        self._persist_dir = persist_dir
+        self._persist_dir, self._local = persist.dir, persist.local
+        self._is_reader = is_reader
         self._refused: dict[Path, str] = {}
 
     def find(self, load_dir: Path | None) -> LoadedCheckpoint:
-        """Return the result of rank 0's search, so that all ranks choose the same checkpoint."""
-        return self._from_rank_zero(lambda: find_on_disk(load_dir, self._persist_dir, self._job_id))
+        """Return the checkpoints that were found, the same on all ranks, so that all choose the
+        same one."""
+        if not self._local:
+            return self._from_rank_zero(
+                lambda: find_on_disk(load_dir, self._persist_dir, self._job_id)
+            )
+        found = LoadedCheckpoint()
+        if self._is_reader:
+            directory = load_dir if self._control.rank == 0 else None
+            found = self._mark_local(find_on_disk(directory, self._persist_dir, self._job_id))
+        return merge_found(
+            [LoadedCheckpoint.decode(m) for m in self._control.gather_bytes(found.encode())]
+        )
+
+    def _mark_local(self, found: LoadedCheckpoint) -> LoadedCheckpoint:
+        """Mark the checkpoints in this node's persist directory as local."""
+        if not self._local or self._persist_dir is None:
+            return found
+        own = job_directory(self._persist_dir, self._job_id).resolve()
+        checkpoints = (
+            replace(c, local=c.arenas is not None and c.directory.resolve() == own)
+            for c in found.checkpoints
+        )
+        return replace(found, checkpoints=tuple(checkpoints))
 
     def find_named(self, directory: Path | None, tag: Any) -> DiskCheckpoint | None:
         """Return the checkpoint with the script's ``tag``; if ``tag`` is None, the one that
@@ -293,7 +357,9 @@ class DiskRestorer:
         """
         if directory is None:
             return None
-        found = self._from_rank_zero(lambda: find_named(directory, tag, self._job_id))
+        found = self._from_rank_zero(
+            lambda: self._mark_local(find_named(directory, tag, self._job_id))
+        )
         if found.problems:
             raise damaged(directory / str(tag or ""), found.problems)
         return found.checkpoints[0] if found.checkpoints else None
@@ -328,7 +394,11 @@ class DiskRestorer:
         state: dict[str, Any] | None = None
         try:  # The other ranks wait for this rank's message, so errors are sent to them as well
             share = find_share(checkpoint.files or {}, self._control.rank, self._control.world_size)
-            if checkpoint.arenas is not None:
+            if checkpoint.local:
+                part = checkpoint.part_at(self._persist_dir) if self._is_reader else None
+                info = None if part is None else read_marker(part)
+                found += [] if info is None else check_arenas(info.path, info.files)
+            elif checkpoint.arenas is not None:
                 found += check_arenas(checkpoint.path, share)
             else:
                 found += check_files(checkpoint.path, share)

@@ -9,6 +9,9 @@ on the shared file system (:mod:`reft.storage.publish`) and nowhere else:
 2. When the parts of all nodes are present, the node of coordinate (0, 0, 0), the *leader*,
    renames the directory to its final name and makes ``latest`` name it.
 
+On disks that only their own node sees, each node does both for its own part, and the nodes meet in
+the rendezvous store instead (:mod:`reft.storage.local_disks`).
+
 ``reft persist`` exports DeepSpeed's own files in the same way (:mod:`reft.storage.export`). An
 error is raised to the caller, which counts it; training and existing checkpoints are not
 affected (P6).
@@ -24,7 +27,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -40,12 +43,20 @@ from reft.memory.fingerprint_record import recorded_fingerprint
 from reft.memory.header import ArenaHeader
 from reft.memory.jobdir import JobDir
 from reft.storage import fence
+from reft.storage.local_disks import (
+    GivenUpElsewhereError,
+    NodeParts,
+    OvertakenElsewhereError,
+    StoreSilentError,
+)
 from reft.storage.persisted import (
     FileRecord,
     PersistedInfo,
     check_files,
     format_tag,
     job_directory,
+    latest_tag,
+    list_persisted,
     read_marker,
 )
 from reft.storage.publish import (
@@ -55,6 +66,7 @@ from reft.storage.publish import (
     publish,
     read_record,
     refuse_stale,
+    remove_checkpoint,
     remove_debris,
     write_arena,
     write_record,
@@ -90,23 +102,19 @@ Files = Mapping[str, FileRecord]
 class PersistOptions:
     """Where a version is written, and how."""
 
-    directory: Path  # Directory of the job on storage, which all nodes share
+    directory: Path  # Directory of the job on storage
     keep: int = 2  # Number of newest checkpoints to keep
+    keep_epochs: int = 0  # Number of newest epochs whose checkpoints are kept as well
+    epochs: int | None = None  # Number of epochs that have ended at the version; None if unknown
     # Seconds without a new part from any node after which this node gives up
     timeout_secs: float = 600.0
     # Set by another thread to make the writer give up
     stop: threading.Event = field(default_factory=threading.Event)
     progress: Callable[[PersistProgress], None] = lambda progress: None
     export: Export | None = None  # Function that writes DeepSpeed's files; None to write arenas
-
-
-class GivenUpElsewhereError(PersistError):
-    """Another node has given up writing the version."""
-
-
-class OvertakenElsewhereError(GivenUpElsewhereError, OvertakenError):
-    """Another node's memory no longer holds the version, or other nodes write a newer one: this
-    version's checkpoint will never be complete."""
+    # Record of the nodes' parts, if the directory is on this node's own disk; None if all nodes
+    # share the directory
+    parts: NodeParts | None = None
 
 
 @dataclass(frozen=True)
@@ -119,8 +127,8 @@ class VersionSource:
     # Header of each coordinate's arena that this process writes
     headers: Mapping[Coordinate, ArenaHeader]
     # Each coordinate's own blocks: its shard of the replicated image, its owned image and its
-    # host image. For an export in DeepSpeed's format, the complete replicated image instead of
-    # the shard.
+    # host image; for a node's own disk, redundant blocks as well. For an export in DeepSpeed's
+    # format, the complete replicated image instead of the shard.
     blocks: Mapping[Coordinate, Sequence[BlockInFile]]
     secret: bytes  # Key that authenticates the records which the nodes exchange through files
     node: str  # Id of this node, for messages
@@ -142,6 +150,7 @@ def persist_label(
     label: VersionId,
     config: ReftConfig,
     *,
+    epochs: int | None = None,
     stop: threading.Event | None = None,
     progress: Callable[[PersistProgress], None] = lambda progress: None,
 ) -> Path:
@@ -154,6 +163,7 @@ def persist_label(
         job_dir: the job's memory on this node.
         label: the version.
         config: the job's ``reft`` block.
+        epochs: number of epochs that have ended at the version; None if unknown.
         stop: event that another thread sets to make this one give up.
         progress: called while blocks are written, and at each phase.
 
@@ -169,18 +179,28 @@ def persist_label(
         raise PersistError(
             'there is no directory to persist to; write "persist": {"dir": ...} into "reft"'
         )
-    options = PersistOptions(
-        directory=job_directory(config.persist.dir, job_dir.job_id),
-        keep=config.persist.keep,
-        timeout_secs=config.persist.timeout_secs,
-        stop=stop or threading.Event(),
-        progress=progress,
-    )
-    with ExitStack() as pins:
+    with ExitStack() as pins, ExitStack() as opened:
+        parts = None
+        if config.persist.local:
+            parts = opened.enter_context(closing(NodeParts.of_job(job_dir.job_id, job_dir.node)))
+        options = PersistOptions(
+            directory=job_directory(config.persist.dir, job_dir.job_id),
+            keep=config.persist.keep,
+            keep_epochs=config.persist.keep_epochs,
+            epochs=epochs,
+            timeout_secs=config.persist.timeout_secs,
+            stop=stop or threading.Event(),
+            progress=progress,
+            parts=parts,
+        )
         try:
-            source = _pin(job_dir, label, pins)
+            source = _pin(job_dir, label, pins, redundant=parts is not None)
         except OvertakenError as error:
-            if not isinstance(error, HeldError):
+            if isinstance(error, HeldError):
+                raise
+            if parts is not None:
+                parts.fail(label, error)
+            else:
                 _notify_overtaken(job_dir, label, options.directory, error)
             raise
         return write_version(
@@ -245,9 +265,18 @@ def _notify_overtaken(
         )
 
 
-def _pin(job_dir: JobDir, label: VersionId, pins: ExitStack) -> VersionSource:
+def _pin(
+    job_dir: JobDir, label: VersionId, pins: ExitStack, *, redundant: bool = False
+) -> VersionSource:
     """Find the arenas that hold the version ``label``, and lock them against writers until
-    ``pins`` is closed."""
+    ``pins`` is closed.
+
+    Args:
+        job_dir: the job's memory on this node.
+        label: the version.
+        pins: releases the arenas when it is closed.
+        redundant: whether redundant blocks are written as well as each coordinate's own.
+    """
     held: dict[Coordinate, tuple[Arena, ArenaHeader]] = {}
     newer: set[Coordinate] = set()
     problems: list[str] = []
@@ -286,7 +315,7 @@ def _pin(job_dir: JobDir, label: VersionId, pins: ExitStack) -> VersionSource:
         label=label,
         degrees=next(header.degrees for _, header in held.values()),
         headers={c: header for c, (_, header) in held.items()},
-        blocks={c: _own_blocks(arena, header) for c, (arena, header) in held.items()},
+        blocks={c: _blocks(arena, header, redundant) for c, (arena, header) in held.items()},
         secret=job_dir.secret,
         node=job_dir.node,
         fingerprint=recorded_fingerprint(job_dir.path, label.incarnation),
@@ -294,9 +323,11 @@ def _pin(job_dir: JobDir, label: VersionId, pins: ExitStack) -> VersionSource:
     )
 
 
-def _own_blocks(arena: Arena, header: ArenaHeader) -> list[BlockInFile]:
+def _blocks(arena: Arena, header: ArenaHeader, redundant: bool) -> list[BlockInFile]:
     return [
-        BlockInFile(entry, arena.data, str(arena.path)) for entry in header.entries if entry.owner
+        BlockInFile(entry, arena.data, str(arena.path))
+        for entry in header.entries
+        if entry.owner or redundant
     ]
 
 
@@ -328,8 +359,9 @@ def write_version(
     writing = _Writing(source, options)
     try:
         present = published(writing.work)
-        if present is not None:
+        if present is not None and (options.parts is None or writing.is_confirmed(present)):
             return present
+        writing.is_repeated = present is not None
         fence.check(options.directory, source.job_id, writing.incarnation)
         refuse_stale(options.directory, source.job_id, source.label)
         return writing.write(unpin, reach)
@@ -361,6 +393,11 @@ class _Writing:
         self.work = WorkDir.of(options.directory, source.job_id, source.label, source.writer)
         # Incarnation of the writing process
         self.incarnation = max(source.writer, source.label.incarnation)
+        # A node's own disk has its part only, which the node itself publishes
+        self.leads = source.leads or options.parts is not None
+        everyone = source.degrees.coordinates() if options.parts is None else source.blocks
+        self.everyone: Sequence[Coordinate] = tuple(everyone)
+        self.is_repeated = False  # Whether an earlier attempt has left this node's part
 
     def write(
         self, unpin: Callable[[], None], reach: Callable[[Coordinate], None]
@@ -369,14 +406,16 @@ class _Writing:
             self._open()
             self._write_parts(reach)
             unpin()
-            return self._finish() if self.source.leads else self._wait_for_name()
+            return self._finish() if self.leads else self._wait_for_name()
         except BaseException as error:
             self._give_up(error)
             raise
 
     def _open(self) -> None:
+        if self.options.parts is not None:
+            self._require_record(self.options.parts)
         _make_directory(self.work)
-        if self.source.leads:
+        if self.leads:
             fence.claim(self.work.root.parent, self.work.job_id, self.incarnation)
             remove_debris(self.work)
         self.work.failed(self.source.node).unlink(missing_ok=True)
@@ -416,9 +455,8 @@ class _Writing:
 
     def _finish(self) -> PersistedInfo:
         work, source = self.work, self.source
-        everyone = source.degrees.coordinates()
-        self._wait_for_parts(everyone)
-        parts = {c: self._read_part(c) for c in everyone}
+        self._wait_for_parts(self.everyone)
+        parts = {c: self._read_part(c) for c in self.everyone}
         records = [(name, r) for part in parts.values() for name, r in part["files"].items()]
         twice = [name for name, count in Counter(name for name, _ in records).items() if count > 1]
         if twice:
@@ -438,10 +476,17 @@ class _Writing:
             layouts={str(c): part["layout"] for c, part in parts.items()},
             files={name: FileRecord(*record) for name, record in records},
             fingerprint=source.fingerprint,
+            epochs=self.options.epochs,
             arenas=self.options.export is None,
         )
         reached = lambda phase: self.options.progress(PersistProgress(phase))  # noqa: E731
-        publish(work, info, self.options.keep, reached, writer=source.writer)
+        agree = lambda: self._agree(info)  # noqa: E731
+        publish(
+            *(work, info, self.options.keep, reached),
+            keep_epochs=self.options.keep_epochs,
+            agree=agree,
+            writer=source.writer,
+        )
         return info
 
     def _read_part(self, coordinate: Coordinate) -> dict[str, Any]:
@@ -456,8 +501,10 @@ class _Writing:
     def _give_up(self, error: BaseException) -> None:
         """Remove this process's files, and leave a record with the reason, so that other nodes
         do not wait."""
-        work, source = self.work, self.source
-        if source.leads and not isinstance(error, OvertakenError):
+        work, source, parts = self.work, self.source, self.options.parts
+        if parts is not None:
+            parts.fail(source.label, error)
+        if self.leads and (parts is not None or not isinstance(error, OvertakenError)):
             shutil.rmtree(work.root, ignore_errors=True)
             return
         # If memory no longer holds the version, the leader keeps the directory, because it records
@@ -472,17 +519,52 @@ class _Writing:
             with suppress(OSError):
                 _leave_reason(work, source.node, error, source.secret)
 
+    # -- disks that only their own node sees -------------------------------------------------------
+
+    def is_confirmed(self, info: PersistedInfo) -> bool:
+        """Whether the version of this node's part is known to be complete on all nodes."""
+        return latest_tag(info.directory) == info.tag
+
+    def _require_record(self, parts: NodeParts) -> None:
+        """Check that the version can still become complete before it is written."""
+        directory = self.options.directory
+        try:
+            parts.require_open(self.source.label)
+        except StoreSilentError:
+            # This node may write one part that is not known to be complete, so that the last
+            # version before a stop is on its disk, but must not fill the disk with such parts.
+            stored = list_persisted(directory, self.source.job_id)
+            if stored and not self.is_confirmed(stored[-1]):
+                raise
+
+    def _agree(self, info: PersistedInfo) -> None:
+        """Wait until every node has its part of the version, which has its final name on this
+        node's disk (P3).
+
+        Raises:
+            PersistError: the version is not complete, or that is not known.
+        """
+        parts, label = self.options.parts, self.source.label
+        if parts is None:
+            return
+        try:
+            parts.add(label, len(self.everyone), info.degrees.world_size)
+            self._poll(lambda: [] if parts.is_complete(label) else ["the parts of the other nodes"])
+        except PersistError as error:
+            # An earlier attempt may have made the version complete without this node's knowledge
+            if parts.fail(label, error) and not self.is_repeated:
+                remove_checkpoint(info.path, label)
+            raise
+
     # -- waiting for other nodes -------------------------------------------------------------------
 
     def _wait_for_name(self) -> PersistedInfo:
         found: list[PersistedInfo] = []
 
-        everyone = self.source.degrees.coordinates()
-
         def missing() -> list[str]:
             present = published(self.work)
             found.extend([present] if present is not None else [])
-            late = [f"the part of {c}" for c in everyone if not self.work.part(c).exists()]
+            late = [f"the part of {c}" for c in self.everyone if not self.work.part(c).exists()]
             return [] if found else [*late, f"the node of {LEADER} to name the checkpoint"]
 
         self._poll(missing, naming=True)

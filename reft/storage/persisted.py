@@ -59,6 +59,8 @@ class PersistedInfo:
     # Length and checksum of each file except the marker, by name
     files: Mapping[str, FileRecord] = field(default_factory=dict)
     fingerprint: str | None = None  # Encoded fingerprint of the job; None if unknown
+    # Number of epochs (passes over the data) that have ended; None if unknown
+    epochs: int | None = None
     # True if the checkpoint consists of arenas, False if of DeepSpeed's files
     arenas: bool = False
 
@@ -88,6 +90,7 @@ class PersistedInfo:
             "created_unix_secs": self.created_unix_secs,
             "files": {name: [f.nbytes, f.checksum] for name, f in sorted(self.files.items())},
             "fingerprint": self.fingerprint,
+            "epochs": self.epochs,
         }
 
 
@@ -143,6 +146,7 @@ def read_marker(checkpoint: Path) -> PersistedInfo | None:
                 for name, v in content["files"].items()
             },
             fingerprint=content.get("fingerprint"),
+            epochs=content.get("epochs"),
             arenas=content["format"] > 1,
         )
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:

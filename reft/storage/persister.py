@@ -30,7 +30,8 @@ from reft.grid import VersionId
 from reft.memory.arena import headers
 from reft.memory.header import ArenaState
 from reft.memory.jobdir import JobDir
-from reft.storage.persist import OvertakenElsewhereError, PersistProgress, persist_label
+from reft.storage.local_disks import OvertakenElsewhereError
+from reft.storage.persist import PersistProgress, persist_label
 
 logger = logging.getLogger(__name__)
 
@@ -111,6 +112,8 @@ class Persister:
         # message
         self._fenced = (0, "")
         self._refused: VersionId | None = None  # Version at which storage failed last
+        # The newest due version whose number of ended epochs is known, and that number
+        self._epochs: tuple[VersionId | None, int | None] = None, None
         # First due version that was skipped since the last successful write, because memory no
         # longer held it; None if none was.
         self._missed: VersionId | None = None
@@ -140,7 +143,12 @@ class Persister:
             self._changed.wait_for(lambda: self.status.writing is None, timeout=_CLOSE_SECS)
 
     def offer(
-        self, label: VersionId, *, unprotected: bool | None = None, due: bool = False
+        self,
+        label: VersionId,
+        *,
+        unprotected: bool | None = None,
+        due: bool = False,
+        epochs: int | None = None,
     ) -> None:
         """Handle a version that was committed in memory: if it is due and newer than those on
         storage, write it.
@@ -150,6 +158,7 @@ class Persister:
             unprotected: True if memory no longer survives the loss of a node; the first such
                 version is due at once. None if unknown; then the last known value is used.
             due: True if the ranks agreed that the version goes to storage.
+            epochs: number of epochs that have ended at a due version; None if unknown.
         """
         with self._changed:
             at_once = self._becomes_unprotected(label, unprotected)
@@ -175,6 +184,7 @@ class Persister:
                         *(label, self.config.persist.dir),
                     )
                 self._due = label
+                self._epochs = label, epochs
                 self._changed.notify()
             self._newest = label
             lag, waits = self._lag()
@@ -275,19 +285,23 @@ class Persister:
                 requested = min(self._requests) if self._requests else None
                 label = requested or self._due
                 config = self.config
+                epochs = self._epochs[1] if self._epochs[0] == label else None
                 assert label is not None
                 assert config is not None
                 self._stop = threading.Event()
                 self.status.update(writing=label, attempts=self.status.attempts + 1)
-            self._attempt(label, config)
+            self._attempt(label, config, epochs)
             self._on_attempt()
             with self._changed:
                 self._changed.notify_all()
 
-    def _attempt(self, label: VersionId, config: ReftConfig) -> None:
+    def _attempt(self, label: VersionId, config: ReftConfig, epochs: int | None) -> None:
         try:
             path = self._persist(
-                *(self._job_dir, label, config), stop=self._stop, progress=self._tell_progress
+                *(self._job_dir, label, config),
+                epochs=epochs,
+                stop=self._stop,
+                progress=self._tell_progress,
             )
         except (ReftError, OSError) as error:
             self._failed(label, error)

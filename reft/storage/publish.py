@@ -54,6 +54,7 @@ from reft.memory.header import (
     pack_entries,
 )
 from reft.storage import fence
+from reft.storage.epochs import find_epoch_ends
 from reft.storage.fence import REMOVED_SUFFIX, short_name
 from reft.storage.persisted import (
     LATEST_NAME,
@@ -183,8 +184,9 @@ def write_arena(
             entries.append(replace(block.entry, arena_offset=offset))
             offset += aligned(block.entry.nbytes)
             on_block(block.entry.nbytes)
-        # Arenas on storage have no parity, so the header needs no code for decoding.
-        head = replace(header, state=ArenaState.COMMITTED, entries=(), coding="")
+        # Without redundant blocks there is no parity, and the header needs no code for decoding.
+        coding = "" if all(block.entry.owner for block in blocks) else header.coding
+        head = replace(header, state=ArenaState.COMMITTED, entries=(), coding=coding)
         body = encode_header(head, pack_entries(entries))
         record = encode_record(RecordKind.HEADER, 1, body, STORAGE_KEY)
         # One fsync flushes header and superblock. Their order does not matter here: the
@@ -252,6 +254,8 @@ def publish(
     keep: int,
     reached: Callable[[str], None] = lambda phase: None,
     *,
+    keep_epochs: int = 0,
+    agree: Callable[[], None] = lambda: None,
     writer: int = 0,
 ) -> None:
     """Make a complete working directory the checkpoint that the job resumes from.
@@ -261,6 +265,9 @@ def publish(
         info: marker of the checkpoint.
         keep: number of the newest checkpoints to keep.
         reached: called with "renaming", "renamed" and "latest" as these steps are reached.
+        keep_epochs: number of the newest epochs whose first checkpoints are kept as well.
+        agree: called when the checkpoint has its name, before ``latest`` names it and older ones
+            are removed.
         writer: incarnation of the writing process, if later than the version's.
 
     Raises:
@@ -296,12 +303,13 @@ def publish(
             reached("renaming")
             _rename(work.root, info)
             reached("renamed")
+            agree()
             switch()
     except FileNotFoundError:
         fence.check(info.directory, info.job_id, writer)
         raise
     reached("latest")
-    prune(info, keep)
+    prune(info, keep, keep_epochs)
 
 
 def refuse_stale(directory: Path, job_id: str, label: VersionId) -> None:
@@ -382,8 +390,9 @@ def exchange(a: Path, b: Path) -> bool:
     raise OSError(code, os.strerror(code), str(a))
 
 
-def prune(info: PersistedInfo, keep: int) -> None:
-    """Remove all but the ``keep`` newest checkpoints of the job.
+def prune(info: PersistedInfo, keep: int, keep_epochs: int = 0) -> None:
+    """Remove all but the ``keep`` newest checkpoints of the job, and those of the ``keep_epochs``
+    newest epochs.
 
     Checkpoints of steps that the job abandoned when it went back are counted separately, so that
     they do not displace those that the job would fall back to. Only directories with reft's
@@ -395,6 +404,7 @@ def prune(info: PersistedInfo, keep: int) -> None:
     # Do not keep a directory that was renamed because it was being replaced.
     behind = [i for i in mine if i.label in passed and not i.tag.startswith(".")]
     spared = {latest_tag(info.directory), *(i.tag for i in (*line[-keep:], *behind[-keep:]))}
+    spared |= {i.tag for i in find_epoch_ends(line, keep_epochs)}
     for old in mine:
         if old.tag not in spared:
             logger.info("removing %s", old.path)

@@ -131,6 +131,8 @@ def test_the_chosen_interval_is_within_two_percent_of_the_best_simulated(tmp_pat
     assert result["allowed_worst"]["allowed_missed"] < 0.02
     for point in result["points"]:
         assert 0 < point["effective"] <= point["best_effective"] < 1
+        # The baseline: a checkpoint at the end of every epoch, which training waits for
+        assert point["epoch_effective"] < point["effective"]
 
 
 @pytest.mark.process

@@ -120,6 +120,17 @@ def test_the_fused_step_of_exact_adam_has_the_bits_of_the_host(
     assert same_bits(states[1], states[0])
 
 
+@pytest.mark.process
+@pytest.mark.parametrize("line", ["if (keep != 1.0f)", "if (decay != 0.0f)"], ids=["AdamW", "Adam"])
+def test_a_fused_step_that_decays_weights_wrongly_is_not_used(
+    cupy: CupyBackend, monkeypatch: pytest.MonkeyPatch, line: str
+) -> None:
+    monkeypatch.setattr(SimulatedVendor, "has_cupy", True)
+    assert line in optim.KERNEL
+    monkeypatch.setattr(optim, "KERNEL", optim.KERNEL.replace(line, "if (false)"))
+    assert not optim.is_fused(torch.device(NAME))
+
+
 def _refuse_devices(original: Any) -> Any:
     def slices(*tensors: torch.Tensor) -> Any:
         assert tensors[0].device.type == "cpu", "the device took the single operations"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from reft.pacing.pacer import Pacer
 from reft.pacing.schedule import Overflow
 from reft.pacing.staging import StagingArea
 from reft.policy.agreed import AgreedRates
+from reft.policy.rate import CopyMode
 from reft.snapshot import device_engine
 from reft.snapshot import worker as worker_module
 from reft.snapshot.copier import Copier
@@ -71,7 +72,7 @@ class Job:
         self.gate = ObservedGate()
         self.staging = StagingArea(self.engine)
         self.pacer = Pacer(
-            HasConfig.model_validate(has),
+            HasConfig.model_validate({"overflow": "stall"} | has),
             self.engine,
             stage_id=0,
             stages=2,
@@ -88,6 +89,7 @@ class Job:
             copier,
             self.pacer,
             wanted_interval=lambda: self.pacer.advised_interval_steps,
+            copies=self.pacer if self.pacer.chooses_mode else None,
             on_commit=self.note,
         )
         self.stats = self.worker.callbacks.stats
@@ -474,12 +476,13 @@ def test_p5_a_drain_that_is_given_up_writes_into_no_newer_version(
     assert all(values == {float(step)} for step, values in job.committed().items()), job.committed()
 
 
-def train_without_windows(job: Job, steps: int, link_bytes_per_sec: float) -> None:
+def train_without_windows(job: Job, steps: int, link_bytes_per_sec: float, first: int = 1) -> None:
     """Steps of an engine whose schedule is not known; the next one begins when its loss was read."""
     job.slow_down(link_bytes_per_sec)
     job.gate.patience = WAIT_SECS
-    job.gate.share(1.0, UNLIMITED)  # as an engine of one stage begins
-    for number in range(1, steps + 1):
+    if first == 1:
+        job.gate.share(1.0, UNLIMITED)  # as an engine of one stage begins
+    for number in range(first, first + steps):
         job.kernel(0.01)
         job.pacer.begin_optimizer()
         job.worker.fence()
@@ -526,3 +529,32 @@ def test_without_windows_what_does_not_fit_is_staged(job: Job) -> None:
     assert not job.pacer.plan.fits
     assert job.stats.staged > 0, "all was queued beside computation, and the fence waited for it"
     assert job.gate.handed_out[2] > 0
+
+
+@pytest.mark.parametrize("job", [{"overflow": "auto", "compute_share": 1.0}], indirect=True)
+def test_p2_copies_within_the_device_are_chosen_as_long_as_there_is_memory_with_equal_bits(
+    job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    rates, last = feature(job.worker, AgreedRates), 0
+
+    def train_until(reached: Callable[[], bool]) -> None:
+        nonlocal last
+        while last < 100 and not reached():
+            train_without_windows(job, 4, 3e6, first=last + 1)
+            last += 4
+
+    train_until(lambda: job.stats.staged >= 2)
+    assert rates.copy_mode is CopyMode.DEVICE
+    settings = job.sim.settings
+    settings.others_bytes = settings.total_bytes - 2**28  # training and others take the margin
+    train_until(lambda: job.staging.capacity_bytes == 0)
+    assert rates.copy_mode is CopyMode.HOST
+    before = job.stats.staged, job.stats.committed
+    train_without_windows(job, 4, 3e6, first=last + 1)
+    assert job.stats.staged == before[0]
+    assert job.stats.committed > before[1]
+    changes = [m for r in caplog.records if "is copied" in (m := r.getMessage())][-2:]
+    assert "copied through spare device memory" in changes[0]
+    assert "copied directly to the host" in changes[1]
+    assert "there is no memory" in changes[1]

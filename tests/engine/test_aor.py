@@ -527,6 +527,7 @@ def test_a_device_that_rounds_differently_is_said_at_the_start_with_what_to_writ
     assert "every partition is sent after all" in said
     assert '"optimizer": {"type": "ExactAdam"' in said
     assert "optimizer=reft.ExactAdam(...)" in said
+    assert "--optimizer exact_adam" in said
     assert '"zero_allow_untested_optimizer": true' in said
     assert explain_inexact(replace(adam, on_device=False)) is None
     exact = replace(adam, kind=AdamKind.EXACT)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +14,7 @@ import pytest
 import reft
 import reft.hf
 
-from .test_examples import ON_HOST, Example, lose_a_node
+from .test_examples import EXAMPLES, ON_HOST, Example, lose_a_node
 
 pytest.importorskip("transformers", reason="needs the extra hf: pip install 'reft-ckpt[hf]'")
 pytest.importorskip("accelerate", reason="needs the extra hf: pip install 'reft-ckpt[hf]'")
@@ -74,6 +76,30 @@ def test_a_trainer_of_adapters_goes_on_where_the_version_was_taken(
     disturbed.check_against(undisturbed)
     assert "are frozen weights: every version has them" in disturbed.log
     assert weights(tmp_path / "disturbed") == weights(tmp_path / "undisturbed")
+
+
+@pytest.mark.process
+@pytest.mark.integration
+@pytest.mark.parametrize("steps", [4, 5], ids=["last step saved", "last step in memory alone"])
+def test_p3_a_trainer_that_resumes_after_its_last_step_loads_its_best_model(
+    tmp_path: Path, steps: int
+) -> None:
+    config = json.loads((EXAMPLES / "trainer.json").read_text())
+    config["reft"] = {"enabled": True}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    script = Path(__file__).with_name("best_model.py")
+    saved = tmp_path / "saved"
+    launch = (sys.executable, "-m", "reft.cli", "launch", "--standalone", "--max-restarts", "1")
+    memory = ("--memory-dir", tmp_path / "memory")
+    options = ("--steps", str(steps), "--deepspeed_config", path, "--save-dir", saved)
+    job = subprocess.run(
+        [*launch, *memory, script, *options], capture_output=True, text=True, check=False
+    )
+    assert job.returncode == 0, job.stderr[-4000:]
+    assert f"resumed at step {steps} from memory" in job.stderr, job.stderr[-4000:]
+    best = saved / "checkpoint-2" / "model.safetensors"
+    assert (saved / "model.safetensors").read_bytes() == best.read_bytes()
 
 
 def test_callbacks_go_on_with_their_state() -> None:

@@ -37,6 +37,7 @@ from tests.megatron.checkpoints import compare_checkpoints
 from tests.megatron.runs import DeepSpeedProgram, Program, judge, lost_node
 
 ITERATIONS, KILLED_AT, VOCABULARY = 12, 6, 120
+_SECS = 3000.0  # for a run of eight ranks on a busy machine
 _SMALL = f"""
     --num-layers 4 --seq-length 32 --max-position-embeddings 32 --global-batch-size 8
     --seed 7 --split 80,15,5 --num-workers 0
@@ -175,6 +176,7 @@ def _deepspeed_program(
         procs_per_node=procs_per_node,
         block=block,
         env={**env, "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+        secs=_SECS,
     )
 
 
@@ -198,7 +200,7 @@ def of_llama2(name: str, script: Path, scratch: Path) -> Program:
     )
     # Of an option given twice the last counts.
     smaller = f"""
-        {_SMALL} {_LENGTH} --hidden-size 64 --ffn-hidden-size {64 * inner // width // 2 * 2}
+        {_SMALL} {_LENGTH} --hidden-size {width // 64} --ffn-hidden-size {inner // 64}
         --num-attention-heads {2 * heads // groups} --num-key-value-heads 2
         --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --data-path {_corpus(scratch)}
     """
@@ -340,18 +342,18 @@ def main() -> int:
         script = patched(script.parent, scratch / "checkout") / script.name
         sys.path.insert(0, str(script.parent))  # its checkpoints hold classes of its own
     make = of_lm if is_lm else of_deepspeed
-    results = [_result(name, make(name, script, scratch), scratch) for name in wanted]
-    if options.json is not None:
-        head = ["git", "-C", str(options.directory), "rev-parse", "HEAD"]
-        commit = subprocess.run(head, check=False, capture_output=True, text=True).stdout.strip()
-        versions = {package: version(package) for package in ("torch", "deepspeed", "reft-ckpt")}
-        facts = {
-            "program": commit,
-            "date": date.today().isoformat(),
-            "versions": versions,
-            "cases": results,
-        }
-        options.json.write_text(json.dumps(facts, indent=1) + "\n")
+    head = ["git", "-C", str(options.directory), "rev-parse", "HEAD"]
+    commit = subprocess.run(head, check=False, capture_output=True, text=True).stdout.strip()
+    facts = {
+        "program": commit,
+        "date": date.today().isoformat(),
+        "versions": {package: version(package) for package in ("torch", "deepspeed", "reft-ckpt")},
+    }
+    results: list[dict[str, Any]] = []
+    for name in wanted:
+        results.append(_result(name, make(name, script, scratch), scratch))
+        if options.json is not None:  # After every case, so that an interruption loses none
+            options.json.write_text(json.dumps({**facts, "cases": results}, indent=1) + "\n")
     if wrong := [result["case"] for result in results if result["differs"]]:
         print(f"DIFFER: {', '.join(wrong)}; the logs are in {scratch}", file=sys.stderr)
         return 1
@@ -373,7 +375,7 @@ def _run_with(python: Path) -> None:
 def _result(name: str, program: Program, scratch: Path) -> dict[str, Any]:
     """Run a case, print and return its result. One that raises, as one that does not end in time does, has failed,
     and the next one is run."""
-    began, directory, values = time.monotonic(), scratch / name, 0
+    began, directory, values, recomputed = time.monotonic(), scratch / name, 0, 0
     try:
         if name.endswith("-relayout"):
             found = relaid_out(name, program, scratch)
@@ -387,6 +389,7 @@ def _result(name: str, program: Program, scratch: Path) -> dict[str, Any]:
             found = judge(name, undisturbed, disturbed, ["memory"])
             values = sum(len(line) for lines in disturbed.iterations.values() for line in lines)
             values += sum(map(len, disturbed.validations.values()))
+            recomputed = disturbed.recomputed
     except Exception as error:
         if not isinstance(
             error, (AssertionError, LocalClusterError)
@@ -397,7 +400,13 @@ def _result(name: str, program: Program, scratch: Path) -> dict[str, Any]:
         print(f"  DIFFERS {line}")
     secs = round(time.monotonic() - began)
     print(f"{'DIFFERS' if found else 'EQUAL'} {name}, {secs} s", flush=True)
-    return {"case": name, "differs": found, "values_compared": values, "secs": secs}
+    return {
+        "case": name,
+        "differs": found,
+        "values_compared": values,
+        "partitions_recomputed": recomputed,
+        "secs": secs,
+    }
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ class Outcome:
     resumed: list[tuple[int, str]]  # step and source of every resumption
     codes: dict[int, int]  # exit codes of the nodes
     log: str  # of all nodes
+    recomputed: int = 0  # partitions that peers recomputed, of all trainers that ended
 
     def from_step(self, step: int) -> dict[int, list[Line]]:
         """The lines behind a step."""
@@ -63,8 +64,10 @@ class Program:
         did not end well."""
         with self.cluster(directory, block, *more) as job:
             codes, log = run_to_its_end(job, self.secs, lost=lost)
+            written = job._written("reft-[0-9]*.jsonl")
+            recomputed = sum(e["recomputed"] for e in written if e["event"] == "closed")
         assert set(codes.values()) == {0}, f"{directory.name} ended with {codes}: {log[-4000:]}"
-        return outcome(codes, log)
+        return replace(outcome(codes, log), recomputed=recomputed)
 
     def run_until_a_node_is_lost(
         self, directory: Path, block: Mapping[str, Any], *more: str

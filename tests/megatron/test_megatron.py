@@ -81,6 +81,27 @@ def test_a_lost_node_changes_nothing_that_is_printed(engine: str, tmp_path: Path
 
 
 @pytest.mark.process
+@pytest.mark.integration
+def test_an_exact_adam_that_the_programs_argument_chose_is_recomputed_by_peers(
+    tmp_path: Path,
+) -> None:
+    """As configs/llama2 has it: the JSON names the optimizer, which DeepSpeed ignores, since the program builds its own."""
+    json_of_shipped = {
+        "bf16": {"enabled": True},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "optimizer": {"type": "ExactAdam"},
+        "zero_allow_untested_optimizer": True,
+    }
+    trained = program("--optimizer", "exact_adam", zero=1, **json_of_shipped)
+    undisturbed = trained.run(tmp_path / "undisturbed", None)
+    block = {**lost_node(KILLED_AT), "protection": "auto+aor"}
+    disturbed = trained.run(tmp_path / "disturbed", block, lost=1)
+    assert [source for _, source in disturbed.resumed] == ["memory"], disturbed.log[-4000:]
+    assert differences(undisturbed, disturbed) == []
+    assert disturbed.recomputed > 0
+
+
+@pytest.mark.process
 @pytest.mark.nightly
 def test_a_job_that_ended_at_its_exit_interval_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     trained = program()

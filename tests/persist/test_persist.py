@@ -100,6 +100,21 @@ def test_p3_what_has_ended_well_is_exported(tmp_path: Path) -> None:
     assert list(places[1].glob("*/mp_rank_*"))
 
 
+def test_the_ends_of_epochs_are_written_and_kept(tmp_path: Path) -> None:
+    run = Run(tmp_path, "epochs.py")
+    stored = run.persisted / "contact"
+    persist = {"dir": str(run.persisted), "keep": 1, "keep_epochs": 2}
+    code, log = run.start({"persist": persist}, TEST_EPOCHS=str(stored))
+    assert code == 0, log
+    # The last version is both the newest one and the end of the third epoch.
+    assert {p.name for p in stored.glob("global_step*")} == {"global_step6", "global_step9"}, log
+    code, log = Run(tmp_path / "other", SCRIPT).start(
+        {"persist": {**persist, "dir": str(tmp_path)}}
+    )
+    assert code == 0, log
+    assert "keep_epochs has no effect" in log
+
+
 @pytest.mark.parametrize(
     "zero",
     [

@@ -30,7 +30,7 @@ PUBLISHED_SHAPES = {
 PUBLISHED_LAYOUTS = {("v100", "1.3b"): (4, 4, 8), ("frontier", "34b"): (8, 4, 16)}
 """REFT paper: TP, PP, DP. The others are chosen alike."""
 PLANS = {
-    (cluster, model): "aec" if cluster == "v100" or model == "34b" else "arc"
+    (cluster, model): "aec+aor" if cluster == "v100" or model == "34b" else "arc+aor"
     for cluster in ("v100", "frontier", "h100")
     for model in MODELS
 }
@@ -107,9 +107,24 @@ def test_every_job_is_planned_well(cluster: str, model: str) -> None:
     assert plan["protection"]["tolerance"] == 1
     assert plan["protection"]["overhead"] < 0.01
     (planned,) = (a for a in plan["alternatives"] if a["planned"])
+    (sent,) = (a for a in plan["alternatives"] if f"{a['name']}+aor" == planned["name"])
+    assert documented_savings(cluster, model) == [
+        *(f"{a['bytes']['sent_bytes'] / 1e9:.3f}" for a in (sent, planned)),
+        *(f"{a['bytes']['to_host_bytes'] / 1e9:.3f}" for a in (sent, planned)),
+        *(f"{a['node_memory_bytes'] / 2**30:.2f}" for a in (sent, planned)),
+    ]
     checked = command("config", "--check", found.json_path, "--json")
     assert (checked.code, checked.json["refused"], checked.json["warned"]) == (EXIT_WELL, [], [])
     assert planned["node_memory_limit_bytes"] == load_cluster(cluster).host_memory_bytes // 2
+
+
+def documented_savings(cluster: str, model: str) -> list[str]:
+    """The cells of docs/llama.md that say what recomputed partitions save."""
+    text = (ROOT / "docs" / "llama.md").read_text()
+    (row,) = re.findall(
+        rf"^\|.*`{cluster}-{model}`.* \| {re.escape(PLANS[cluster, model])} \|(.*)\|$", text, re.M
+    )
+    return [cell.strip() for cell in row.split("|")]
 
 
 @job_of_every_kind
@@ -123,6 +138,8 @@ def test_both_files_of_a_job_say_the_same(cluster: str, model: str) -> None:
     assert megatron["micro_batch_size"] == deepspeed["train_micro_batch_size_per_gpu"]
     assert megatron["clip_grad"] == deepspeed["gradient_clipping"]
     assert megatron["zero_stage"] == deepspeed["zero_optimization"]["stage"]
+    # The program builds the optimizer by its argument, and reft plan knows the one of the JSON.
+    assert (megatron["optimizer"], deepspeed["optimizer"]) == ("exact_adam", {"type": "ExactAdam"})
     half = "fp16" if cluster == "v100" else "bf16"  # V100 has no bf16
     assert deepspeed[half]["enabled"]
     assert ("fp16" in megatron, "bf16" in megatron) == (half == "fp16", half == "bf16")

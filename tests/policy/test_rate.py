@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import random
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,9 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reft.errors import ConfigError
+from reft.grid import VersionId
 from reft.node.history import RoundReport
+from reft.pacing.schedule import Bandwidth, HasLimits, Interval, plan_schedule
+from reft.policy.agreed import AgreedRates
 from reft.policy.rate import (
     DAY_SECS,
+    CopyMode,
     DueSteps,
     OverheadEstimator,
     Rate,
@@ -24,11 +29,13 @@ from reft.policy.rate import (
     adapt,
     best_interval,
     best_interval_secs,
+    choose_copy_mode,
     effective_part,
     learned_losses_per_sec,
     memory_losses_per_sec,
 )
 from reft.protect.placement import losses_within
+from reft.snapshot.extension import VoteResult
 
 parts = st.floats(0.005, 1.0)
 steps_secs = st.floats(0.01, 100.0)
@@ -77,6 +84,72 @@ def test_lost_work_is_at_most_two_intervals(
 def test_an_impossible_overhead_is_refused(p: float) -> None:
     with pytest.raises(ConfigError, match=r"such as 0\.035"):
         best_interval(1.0, 0.0, 0.0, max_overhead=p)
+
+
+# -- the mode of copying (REFERENCE, section 2) -----------------------------------------------------------
+
+
+@given(steps_secs, st.floats(0.0, 1.0), times)
+def test_what_is_left_over_without_windows_is_the_overhead_of_a_copy_to_the_host(
+    ti: float, updating: float, tc: float
+) -> None:
+    """Toc = max(0, Tc - (Ti - Tw))."""
+    tw, rate = updating * ti, 1e9
+    plan = plan_schedule(
+        {"owned": round(tc * rate)},
+        [],
+        Bandwidth(rate, rate),
+        step_secs=ti,
+        computing=[Interval(0.0, ti - tw)],
+        limits=HasLimits(compute_share=1.0),
+    )
+    assert plan.left_over_secs == pytest.approx(max(0.0, tc - (ti - tw)), abs=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("toc", "tog", "mode"),
+    [
+        (1.0, 0.5, CopyMode.DEVICE),
+        (1.0, 1.0, CopyMode.DEVICE),
+        (1.0, 1.1, CopyMode.HOST),
+        (1.0, math.inf, CopyMode.HOST),  # unknown, or without memory
+        (0.0, 0.1, CopyMode.HOST),
+    ],
+)
+def test_the_mode_that_delays_training_least_is_chosen(
+    toc: float, tog: float, mode: CopyMode
+) -> None:
+    assert choose_copy_mode(toc, tog) is mode
+
+
+def test_the_slowest_rank_decides_on_the_mode_of_all(caplog: pytest.LogCaptureFixture) -> None:
+    copies = [SimpleNamespace(copy_overheads=None, stages=False) for _ in range(3)]
+    ranks = [AgreedRates(lambda: 1, copies=rank) for rank in copies]
+
+    def vote(*overheads: tuple[float, float] | None) -> bool:
+        for rank, own in zip(copies, overheads, strict=True):
+            rank.copy_overheads = own
+        numbers = tuple(map(max, *(rank.ballot(None, None) for rank in ranks)))
+        for rank in ranks:
+            rank.voted(VoteResult(VersionId(1, 1), True, True, True), numbers)
+        assert len({rank.stages for rank in copies}) == 1
+        return copies[0].stages
+
+    caplog.set_level("INFO")
+    assert not vote(None, None, None)
+    assert not vote((0.0, 0.0), (0.0, 0.0), None)
+    assert not caplog.records, "there was nothing to choose"
+    # To one rank nothing is left over, one has no plan yet.
+    assert vote((0.0, 0.0), (0.02, 0.001), None)
+    assert vote((0.0, 0.0), (0.02, 0.001), (0.01, 0.002))
+    assert len(caplog.records) == 3, "once for each rank"
+    assert "through spare device memory" in caplog.text
+    assert "wait 20.0 ms for a copy to the host; for one within the device: 1.0 ms" in caplog.text
+    assert vote((0.0, 0.0), (0.0, 0.0), (0.0, 0.0)), "no mode costs anything"
+    assert not vote((0.0, 0.0), (0.02, 0.001), (0.01, math.inf))
+    assert "for one within the device: there is no memory" in caplog.text
+    assert vote((0.02, 0.02), (0.01, 0.001), (0.01, 0.001)), "a tie"
+    assert not vote((0.02, 0.03), (0.01, 0.001), (0.01, 0.001))
 
 
 # -- the adaptive rate ------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from reft.grid import Degrees, Topology, VersionId
 from reft.memory.arena import Arena, SlotFiles, scan
 from reft.memory.protection_record import ProtectionRecord, write_record
 from reft.pacing.gate import HostGate
-from reft.policy.agreed import AgreedRates
+from reft.policy.agreed import AgreedRates, CopyModes
 from reft.policy.switching import RequestPoll, RetentionConfig, SchemeSwitch
 from reft.protect.codes import Scheme
 from reft.snapshot.arenas import ArenaSet
@@ -76,6 +76,7 @@ def make_worker(
     with_features: bool = True,
     wanted_interval: Callable[[], int] = lambda: 1,
     wanted_persist_interval: Callable[[], int] = lambda: 0,
+    copies: CopyModes | None = None,
     **callbacks: Any,
 ) -> SnapshotWorker:
     """The worker of a rank, whose arenas and orders lie in ``folder``. ``local``: its rank among so many there.
@@ -92,7 +93,7 @@ def make_worker(
     )
     plan = FaultPlan(faults, at)
     reports = WorkerCallbacks(SnapshotStats(), plan, **callbacks)
-    rates = AgreedRates(wanted_interval, wanted_persist_interval, reports.peer_errors)
+    rates = AgreedRates(wanted_interval, wanted_persist_interval, reports.peer_errors, copies)
     policy = SchemeSwitch(
         control,
         topology,

@@ -145,6 +145,8 @@ def parse_args() -> Namespace:
     for name in ("save", "load", "load-tag"):
         parser.add_argument(f"--{name}")
     parser.add_argument("--dataloader-type", default="single")
+    # exact_adam is what megatron_patches/4efb479/exact_adam.patch adds.
+    parser.add_argument("--optimizer", default="adam", choices=("adam", "exact_adam"))
     parser.add_argument("--rampup-batch-size", type=int, nargs=3)
     for name in ("finetune", "reset-iteration", "no-save-rng", "no-pipeline-parallel"):
         parser.add_argument(f"--{name}", action="store_true")
@@ -156,7 +158,12 @@ def _engine(args: Namespace) -> Any:
     module: nn.Module = Model(*layers)
     if not args.no_pipeline_parallel:
         module = PipelineModel(layers, num_stages=1, loss_fn=_loss)
-    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    if args.optimizer == "exact_adam":
+        from reft import ExactAdam
+
+        optimizer: torch.optim.Optimizer = ExactAdam(module.parameters(), lr=1e-2)
+    else:
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
     scheduler: Any = Scheduler(optimizer)
     engine, *_ = deepspeed.initialize(
         args=args, model=module, optimizer=optimizer, lr_scheduler=scheduler
