@@ -417,7 +417,12 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
     """
     figure = new_figure(13.0, 4.0)
     over_time, shares, at_scale = figure.subplots(1, 3)
-    ways = {"reft": "#238b45", "reft-auto": "#74c476", result["best_deepspeed"]: "#08519c", "none": "#d94801"}
+    ways = {
+        "reft": "#238b45",
+        "reft-auto": "#74c476",
+        result["best_deepspeed"]: "#08519c",
+        "none": "#d94801",
+    }
     trace = result["traces"][0]
     _draw_curve(over_time, trace["undisturbed"], "undisturbed", "#888888")
     for number, (way, colour) in enumerate(ways.items()):
