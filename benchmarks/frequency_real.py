@@ -33,7 +33,7 @@ from reft.env import ENV_EVENTS
 
 _PARTS = ("alone", "another process loads the disk", "alone again")
 _LOOK_SECS = 0.1
-_START_SECS = 240.0
+_START_SECS = 600.0
 _MODEL = (
     *("--layers", "4", "--hidden", "192", "--heads", "6", "--kv-heads", "6", "--ffn", "512"),
     *("--vocab", "2048", "--seq", "32", "--micro-batch", "1", "--micro-batches", "2"),

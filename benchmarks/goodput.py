@@ -65,7 +65,6 @@ _KINDS = {"trainer": KillKind.PROCESS, "node": KillKind.NODE}
 _CURVE_SECS = 3.0
 _INTERVALS = (1, 2, 3, 5, 7, 10, 15, 20, 30, 50, 100)
 _TRAINER_SECS = 120.0
-_QUIET = Path(__file__).parents[1] / "docs" / "measurements" / "2026-11-22-mttr-cpu.json"
 
 
 # -- runs ------------------------------------------------------------------------------------------
@@ -330,11 +329,6 @@ def summarise(runs: Sequence[Run]) -> dict[str, Any]:
         "preemptions_simulated": {
             way: simulate_preemptions(costs[way]) for way in ("reft", best, "none")
         },
-        "quiet_machine_simulated": simulate_quiet_machine(
-            [made["reft"].failures for made in by_trace.values()],
-            {way: costs[way] for way in ("reft", best, "none")},
-            runs[0].secs,
-        ),
         "at_scale_simulated": simulate_scale(),
         "traces": traces,
     }
@@ -352,24 +346,6 @@ def simulate_intervals(
         / secs
         for interval in _INTERVALS
     }
-
-
-def simulate_quiet_machine(
-    traces: Sequence[Sequence[Failure]], costs: Mapping[str, Recovery], secs: float
-) -> dict[str, float]:
-    """Mean time shares with the recovery times that mttr.py measured on a quiet machine."""
-    measured = json.loads(_QUIET.read_text())["ways"]
-    found = {}
-    for way, cost in costs.items():
-        system = "reft" if way == "reft" else "torchrun"
-        restart_secs = {
-            kind: measured[name][system]["failure_to_step_secs"]["median"]
-            for kind, name in (("trainer", "trainer"), ("node", "node_spare"))
-        }
-        quiet = replace(cost, restart_secs=restart_secs)
-        steps = fmean(replay(trace, quiet, secs)[-1][1] for trace in traces)
-        found[way] = steps * cost.step_secs / secs
-    return found
 
 
 def describe(run: Run, undisturbed: Run, runs: Sequence[Run]) -> dict[str, Any]:
@@ -417,7 +393,12 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
     """
     figure = new_figure(13.0, 4.0)
     over_time, shares, at_scale = figure.subplots(1, 3)
-    ways = {"reft": "#238b45", "reft-auto": "#74c476", result["best_deepspeed"]: "#08519c", "none": "#d94801"}
+    ways = {
+        "reft": "#238b45",
+        "reft-auto": "#74c476",
+        result["best_deepspeed"]: "#08519c",
+        "none": "#d94801",
+    }
     trace = result["traces"][0]
     _draw_curve(over_time, trace["undisturbed"], "undisturbed", "#888888")
     for number, (way, colour) in enumerate(ways.items()):

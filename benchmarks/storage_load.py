@@ -1,5 +1,5 @@
-"""Loads a disk until it is told to stop: another job's checkpoints, written and synced without a
-pause.
+"""Loads a disk until it is told to stop: checkpoints of 64 MiB of another job's eight ranks,
+written and synced without a pause.
 
 python benchmarks/storage_load.py DIRECTORY
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 
 _BYTES = 4 * 2**20
 _CHUNKS = 16
-_WRITERS = 4
+_WRITERS = 8
 
 
 def main(directory: Path) -> None:
@@ -24,7 +24,7 @@ def main(directory: Path) -> None:
         while True:
             for chunk in range(_CHUNKS):
                 os.pwrite(fd, data, chunk * _BYTES)
-                os.fdatasync(fd)
+            os.fdatasync(fd)
 
     for rank in range(1, _WRITERS):
         threading.Thread(target=write, args=(rank,), daemon=True).start()

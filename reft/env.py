@@ -10,6 +10,8 @@ ENV_CONFIG = "REFT_CONFIG"
 ENV_NODE_ID = "REFT_NODE_ID"  # Id of this node
 ENV_NODE_DECLARED = "REFT_NODE_DECLARED"
 """1 if the user gave the node its id, 0 if the launcher derived the id."""
+ENV_RACK = "REFT_RACK"
+"""Rack or switch of this node; a recovery prefers sources in the same rack."""
 ENV_SECRET = "REFT_SECRET"  # The user's secret, in hexadecimal digits
 ENV_STORE = "REFT_STORE"  # Endpoint of the rendezvous store, where trainers record commits
 ENV_ETCD_USER = "REFT_ETCD_USER"
@@ -54,6 +56,9 @@ memory of its start; the padding leaves room there for the longer environments o
 
 # Variables of other programs
 
+# Set by Slurm: the switches above this node and the node, separated by dots; and what each part is
+ENV_SLURM_ADDRESS = "SLURM_TOPOLOGY_ADDR"
+ENV_SLURM_PATTERN = "SLURM_TOPOLOGY_ADDR_PATTERN"
 ENV_INTERFACE = "GLOO_SOCKET_IFNAME"  # The network interface that torch's gloo uses, and reft, too
 ENV_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # File to which a trainer writes the error that ended it
 ENV_EXTENSIONS = "TORCH_EXTENSIONS_DIR"  # Directory in which torch keeps compiled operators

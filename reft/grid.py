@@ -8,7 +8,7 @@ by its rank, but by its coordinate (pp, dp, tp) and the number of the job's star
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -62,12 +62,14 @@ class Topology:
         nodes: node id of each global rank; ranks of the same node share a memory directory.
         hosts: failure domain of each global rank: its host, or its node if the user gave the node
             an id. Empty if every node is a failure domain.
+        racks: rack or switch of each global rank, "" if unknown. Empty if no rank knows its rack.
     """
 
     degrees: Degrees
     coordinates: tuple[Coordinate, ...]
     nodes: tuple[str, ...]
     hosts: tuple[str, ...] = ()
+    racks: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         expected = set(self.degrees.coordinates())
@@ -124,6 +126,18 @@ class Topology:
         for rank, node in enumerate(self.nodes):
             found.setdefault(node, []).append(rank)
         return {node: tuple(ranks) for node, ranks in found.items()}
+
+    @cached_property
+    def _rack_by_node(self) -> dict[str, str]:
+        return dict(zip(self.nodes, self.racks, strict=False))
+
+    def nearest(self, node: str, others: Collection[str]) -> Collection[str]:
+        """Return those of ``others`` that are in the rack of ``node``; all if none is, or if the
+        rack is unknown."""
+        rack = self._rack_by_node.get(node)
+        if not rack:
+            return others
+        return [other for other in others if self._rack_by_node.get(other) == rack] or others
 
     def local_ranks(self, node: str) -> tuple[int, ...]:
         return self._ranks_by_node.get(node, ())

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reft.engine.nodes import NodeIdentity, declared_on_one_host, read_hosts
+from reft.engine.nodes import NodeIdentity, declared_on_one_host, read_hosts, read_rack
 from reft.errors import ConfigError, LayoutError
 from reft.grid import ALIGNMENT_BYTES, Coordinate, Degrees, Section, Topology, ring_order
 from reft.protect.codes import Scheme, survives
@@ -141,6 +141,26 @@ def test_p4_hosts_fail_not_launchers() -> None:
     assert hosts == ("a", "a", "a", "a-kernel-2", "mine", "yours")
     assert declared_on_one_host(places) == ("mine", "yours")
     assert declared_on_one_host(places[:5]) == ()
+
+
+@pytest.mark.parametrize(
+    ("given", "pattern", "address", "rack"),
+    [
+        ("", "", "", ""),
+        ("", "node", "node1", ""),
+        ("", "switch.node", "leaf2.node1", "leaf2"),
+        ("", "switch.switch.node", "core.leaf2.node1.example.org", "core.leaf2"),
+        ("r12", "switch.node", "leaf2.node1", "r12"),
+        ("r12", "", "", "r12"),
+    ],
+)
+def test_the_rack_is_what_the_user_says_else_the_switches_that_slurm_knows(
+    monkeypatch: pytest.MonkeyPatch, given: str, pattern: str, address: str, rack: str
+) -> None:
+    monkeypatch.setenv("REFT_RACK", given)
+    monkeypatch.setenv("SLURM_TOPOLOGY_ADDR_PATTERN", pattern)
+    monkeypatch.setenv("SLURM_TOPOLOGY_ADDR", address)
+    assert read_rack() == rack
 
 
 def test_p4_tolerance_counts_hosts() -> None:

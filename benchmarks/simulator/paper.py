@@ -470,8 +470,10 @@ def _memory() -> Iterator[Row]:
 
 
 def _others() -> Iterator[Row]:
-    parts = _measured("2026-11-22-frequency-real-cpu.json")["parts"]
+    parts = _measured("2026-11-29-frequency-real-cpu.json")["parts"]
     costs = ", ".join(_percent(part["overhead"]) for part in parts)
+    intervals = [part["interval_steps"] for part in parts]
+    slower = [part["beside_step_secs"] / part["plain_step_secs"] - 1 for part in parts]
     steps, _ = best_interval(1.0, 1.0, 1.0, max_overhead=0.05)
     yield Row(
         "CheckFreq, algorithm",
@@ -489,18 +491,21 @@ def _others() -> Iterator[Row]:
         costs,
         "measured",
         Verdict.NOT_COMPARABLE,
-        f"Two ranks on CPU; only {', '.join(str(part['versions_written']) for part in parts)} "
-        "checkpoints, and the program judges from 20 on.",
+        f"Two ranks on CPU, next to other programs, without a load on the disk, with it and after "
+        f"it; {', '.join(str(part['versions_written']) for part in parts)} checkpoints, and the "
+        "program judges from 20 on.",
     )
     yield Row(
         "CheckFreq",
         "a second job on the disk: overhead with a fixed k; adapted",
         "35 %; 5 %",
-        f"{_percent(parts[1]['overhead'])} at k = {parts[1]['interval_steps']['longest']}",
+        f"{_percent(parts[1]['overhead'])}, k rises from {intervals[1]['first']} to at most "
+        f"{intervals[1]['longest']}; afterwards {intervals[2]['last']}",
         "measured",
         Verdict.NOT_COMPARABLE,
-        "reft writes from host memory, and the loaded disk did not slow training enough to change "
-        "k; the disk and the models differ.",
+        f"Steps with a write take {_percent(slower[1])} longer than others with the load, "
+        f"{_percent(slower[0])} and {_percent(slower[2])} without it: reft writes from host "
+        "memory. The disk and the models differ.",
     )
     goodput = _measured("2026-11-28-goodput-cpu.json")
     reft, deepspeed = (_restart_secs(goodput, way) for way in ("reft", goodput["best_deepspeed"]))

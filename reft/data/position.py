@@ -183,6 +183,14 @@ class DataPosition:
         unknown."""
         return None if self._replica is None else int(self._engine.train_batch_size())
 
+    def epoch_batches(self) -> int:
+        """Return the number of batches of the pass that training reads; 0 if unknown."""
+        reader = self._pass
+        if reader is None:
+            return 0
+        follow = None if reader.follow is None else reader.follow()
+        return find_length(reader.loader if follow is None else follow.__self__) or 0
+
     # -- the reads of training ---------------------------------------------------------------------
 
     def before_batch(self, reader: PassReader) -> None:

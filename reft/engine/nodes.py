@@ -11,6 +11,9 @@ from reft.control.control import ControlGroup
 from reft.env import (
     ENV_NODE_DECLARED,
     ENV_NODE_ID,
+    ENV_RACK,
+    ENV_SLURM_ADDRESS,
+    ENV_SLURM_PATTERN,
 )
 from reft.grid import Coordinate, Degrees, Topology
 from reft.naming import kernel_id
@@ -27,12 +30,14 @@ class NodeIdentity:
             it fails independently of other nodes.
         host_name: name of the host.
         kernel: identity of the running kernel, equal for all processes and containers on a host.
+        rack: rack or switch of the host; "" if unknown.
     """
 
     node: str
     declared: bool
     host_name: str
     kernel: str
+    rack: str = ""
 
     @classmethod
     def here(cls) -> NodeIdentity:
@@ -43,7 +48,16 @@ class NodeIdentity:
             bool(given) and os.environ.get(ENV_NODE_DECLARED) != "0",
             host,
             kernel_id(),
+            read_rack(),
         )
+
+
+def read_rack() -> str:
+    """Return the rack of this host, as the user has named it; otherwise the switches above it, as
+    Slurm knows them; otherwise ""."""
+    switches = os.environ.get(ENV_SLURM_PATTERN, "").split(".").count("switch")
+    address = os.environ.get(ENV_SLURM_ADDRESS, "").split(".")
+    return os.environ.get(ENV_RACK) or ".".join(address[:switches])
 
 
 def read_hosts(places: Sequence[NodeIdentity]) -> tuple[str, ...]:
@@ -92,5 +106,6 @@ def gather_topology(
         coordinates=tuple(Coordinate(*at) for at, _ in facts),
         nodes=tuple(place.node for place in places),
         hosts=read_hosts(places),
+        racks=tuple(place.rack for place in places),
     )
     return topology, places

@@ -162,6 +162,8 @@ class Agent:
         self._starts_without_progress = 0
         self._start_error = ""  # Last failure of trainers while no version had been committed
         self._early_end = ""  # The rank that finished before the others in the last round
+        # Local rank that failed by itself when trainers of this node last failed; None if none did
+        self._failed_rank: int | None = None
         self.agreement: Agreement | None = None
         self._group_rank = 0
         self.failure: TrainerFailure | None = None
@@ -182,7 +184,8 @@ class Agent:
             well; None if this node was a spare and was not needed.
 
         Raises:
-            FencedError: another node replaced this one; its trainers have ended.
+            FencedError: another node has replaced this one, or is about to, because one of its
+                trainers fails at every start; its trainers have ended.
             SignalException: this launcher, or the launcher of a peer, received a stop signal.
         """
         try:
@@ -301,6 +304,9 @@ class Agent:
         if self._ends_early_again(failure):
             logger.error("%s: the job ends", _ended_early_twice(failure))
             return False
+        if self._same_trainer_failed_again(failure) and self._rendezvous.can_continue_without(1):
+            self._rendezvous.leave()
+            raise FencedError(_describe_broken(failure))
         if self._fails_at_start_again(failure):
             logger.error(
                 "%s: the same error twice, and no version was committed: the job ends",
@@ -373,6 +379,20 @@ class Agent:
         self._early_end = failure.reason if failure.ended_early else ""
         is_same = failure.ended_early and failure.reason == before
         return is_same and self._options.restarts_renew and not self._has_new_version()
+
+    def _same_trainer_failed_again(self, failure: TrainerFailure) -> bool:
+        """Whether a trainer of this node has failed by itself twice in a row, without a new version
+        in between, while the trainers of no other node did the first time.
+
+        Its device may be broken. If the script were at fault, other nodes would fail, too, or the
+        node that takes this one's place will.
+        """
+        before = self._failed_rank
+        self._failed_rank = failure.local_rank if failure.cause is ExitCause.OWN else None
+        is_same = before is not None and before == self._failed_rank
+        failed = () if self.agreement is None else self.agreement.failures
+        only_here = len(failed) == 1 and failed[0].startswith(f"{self._options.node}, ")
+        return is_same and only_here and not self._has_new_version()
 
     def _fails_at_start_again(self, failure: TrainerFailure) -> bool:
         """Whether the script failed twice with the same error and no version was ever committed."""
@@ -615,6 +635,15 @@ class Agent:
         """Close the trainers' store and remove their exit notes."""
         self._close_trainer_store()
         self._trainers.close()
+
+
+def _describe_broken(failure: TrainerFailure) -> str:
+    return (
+        f"{failure.reason}, twice in a row, while no other node failed by itself and no version "
+        "was committed in between: a device of this node may be broken. This launcher ends, with "
+        "its trainers and its daemon, and the job continues without this node. `reft launch` here "
+        "makes it a spare"
+    )
 
 
 def _ended_early_twice(failure: TrainerFailure) -> str:

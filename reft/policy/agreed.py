@@ -47,8 +47,11 @@ class AgreedRates(VersionFeature):
         peer_errors: receives errors raised by these functions and notifies the peers (P6). After an
             error, the interval that was agreed before stays.
         copies: this rank's copies, whose mode the ranks choose; None if the mode is fixed.
+        epoch_steps: returns the number of steps of an epoch; 0 on ranks that do not know it, such
+            as those of pipeline stages that read no data.
 
     Attributes:
+        epoch_steps: steps of an epoch, from the last vote; 0 if no rank knows it.
         copy_mode: the mode that was agreed on; None as long as there is nothing to choose.
     """
 
@@ -60,11 +63,13 @@ class AgreedRates(VersionFeature):
         wanted_persist_interval: Callable[[], int] = lambda: 0,
         peer_errors: PeerErrors | None = None,
         copies: CopyModes | None = None,
+        epoch_steps: Callable[[], int] = lambda: 0,
     ) -> None:
         self._wanted_interval = wanted_interval
         self._wanted_persist_interval = wanted_persist_interval
         self._peer_errors = peer_errors or PeerErrors()
-        self._copies = copies
+        self._copies, self._known_epoch_steps = copies, epoch_steps
+        self.epoch_steps = 0
         self.copy_mode: CopyMode | None = None
         # (first step of the newer interval, newer interval, previous interval). The training
         # thread reads this tuple without a lock: it is immutable, and the worker thread replaces
@@ -85,7 +90,7 @@ class AgreedRates(VersionFeature):
             self._interval = (0, self._interval[1], self._interval[1])
 
     def neutral_ballot(self) -> tuple[int, ...]:
-        return self._interval[1], self.persist_steps, 0, 0
+        return self._interval[1], self.persist_steps, self.epoch_steps, 0, 0
 
     def ballot(self, cause: SkipCause | None, layout: GroupLayout | None) -> tuple[int, ...]:
         interval, persist = self._interval[1], self.persist_steps
@@ -95,6 +100,7 @@ class AgreedRates(VersionFeature):
         return (
             self._ask(self._wanted_interval, interval),
             self._ask(self._wanted_persist_interval, persist),
+            self._known_epoch_steps(),
             *(int(min(_NEVER, 1e9 * secs)) for secs in overheads),
         )
 
@@ -106,7 +112,7 @@ class AgreedRates(VersionFeature):
             return agreed
 
     def voted(self, result: VoteResult, numbers: tuple[int, ...]) -> Halt | None:
-        interval_steps, self.persist_steps, host_ns, device_ns = numbers
+        interval_steps, self.persist_steps, self.epoch_steps, host_ns, device_ns = numbers
         self._choose_mode(host_ns, device_ns)
         if interval_steps != self._interval[1]:
             # The new interval applies from two steps after the result's step, because no rank can

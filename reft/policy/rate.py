@@ -488,9 +488,9 @@ class OverheadEstimator:
 
 # Number of first steps that are ignored, because initialisation makes them slower
 _SETTLING_STEPS = 3
-# Checkpoints and steps of the first profile, as in CheckFreq; the length of an epoch is unknown
-# here
+# Checkpoints and steps after which the first profile ends
 _PROFILE_PAIRS, _PROFILE_STEPS = 8, 50
+_PROFILE_PART = 100  # An epoch is this many times as long as its profile
 _FIRST_GAP, _WIDEST_GAP = 4, 8
 _PROBE_EVERY, _PROBE_STEPS = 512, 48
 _SURE = 4
@@ -498,10 +498,19 @@ _SURE = 4
 64 measured checkpoints."""
 _SLOWER = 1.1
 _RECENT = 32
-_FIRST_STORED_STEPS = 50
-"""Steps before the first version goes to storage; CheckFreq profiles for the same number of
-iterations without checkpoints."""
 _MOST_WRITING_STEPS = 1024
+
+
+def profile_steps(epoch_steps: int) -> int:
+    """Return the length of the first profile in steps, as in CheckFreq: min(1 % of an epoch, 50).
+
+    It has at least 7 steps: 3 are not measured, and 4 are compared with those that follow.
+
+    Args:
+        epoch_steps: steps of an epoch; 0 if unknown.
+    """
+    part = epoch_steps // _PROFILE_PART if epoch_steps else _PROFILE_STEPS
+    return min(_PROFILE_STEPS, max(_SETTLING_STEPS + _AROUND, part))
 
 
 class IntervalController:
@@ -518,11 +527,13 @@ class IntervalController:
         risk: returns the current :func:`memory_risk`; None ignores failures and takes versions
             as often as the overhead permits.
         known: interval measured by an earlier start; None to measure in the first steps.
+        epoch_steps: returns the number of steps of an epoch, which bounds the profile; 0 if
+            unknown.
         on_change: called on the voting thread with the interval, after each evaluated window.
         clock: returns seconds of a monotonic clock.
     """
 
-    _least_pairs, _most_beside = 4, _MOST_PAIRS
+    _least_pairs, _most_beside, _kept_arrivals = 4, _MOST_PAIRS, _MOST_PAIRS
     # Whether the controller sometimes takes versions less often, to measure steps without a version
     _looks = True
 
@@ -534,11 +545,12 @@ class IntervalController:
         fits: Callable[[int], int] = lambda steps: steps,
         risk: Callable[[], tuple[float, float]] | None = None,
         known: int | None = None,
+        epoch_steps: Callable[[], int] = lambda: 0,
         on_change: Callable[[int], None] = lambda steps: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._max_overhead, self._most_steps = max_overhead, most_steps
-        self._fits, self._risk = fits, risk
+        self._fits, self._risk, self._epoch_steps = fits, risk, epoch_steps
         self._on_change, self._clock = on_change, clock
         self._known_risk = None if risk is None else (inf, inf)
         # The training thread adds steps while the voting thread evaluates them. The lock is
@@ -550,7 +562,7 @@ class IntervalController:
         self._begun = self._beside = False
         self._is_over: Callable[[], bool] = lambda: True
         self._begun_secs: dict[int, float] = {}
-        self._arrival_secs: deque[float] = deque(maxlen=_MOST_PAIRS)
+        self._arrival_secs: deque[float] = deque(maxlen=self._kept_arrivals)
         self._recent: deque[float] = deque(maxlen=_RECENT)
         self._usual: float | None = None
         self._probe_from: int | None = None
@@ -618,7 +630,8 @@ class IntervalController:
             if self.rate is not None:
                 self._observe(seen)
             elif seen is not None and (
-                self._pairs.count >= _PROFILE_PAIRS or self._steps >= _PROFILE_STEPS
+                self._pairs.count >= _PROFILE_PAIRS
+                or self._steps >= profile_steps(self._epoch_steps())
             ):
                 # There are enough measurements for CheckFreq's Algorithm 1
                 self.rate = Rate(self._bounded(1))
@@ -733,8 +746,8 @@ class StorageIntervalController(IntervalController):
     """:class:`IntervalController` for storage.
 
     For this controller a version begins when it is committed in memory, and has arrived when the
-    node's daemon reports it on storage. Without ``known``, no version is written in the first 50
-    steps.
+    node's daemon reports it on storage. Without ``known``, no version is written while the first
+    steps are profiled (:func:`profile_steps`).
 
     Args:
         max_overhead: p, allowed overhead as a fraction of training time.
@@ -745,7 +758,9 @@ class StorageIntervalController(IntervalController):
         further: arguments of :class:`IntervalController`.
     """
 
-    _least_pairs, _most_beside = 1, _MOST_WRITING_STEPS
+    # Versions on storage are rare, so the times of few are kept: those that another job has slowed
+    # down would otherwise count for hours.
+    _least_pairs, _most_beside, _kept_arrivals = 1, _MOST_WRITING_STEPS, 8
     _looks = False
 
     def __init__(
@@ -769,7 +784,14 @@ class StorageIntervalController(IntervalController):
         self._newest_step = 0
         self._overtaken: VersionId | None = None
         if self.rate is None:
-            self.rate = Rate(self._bounded(_FIRST_STORED_STEPS))
+            self.rate = Rate(self._bounded(profile_steps(0)))
+
+    def wanted_interval(self, windows: int = 1) -> int:
+        with self._lock:
+            # The length of an epoch is known once training has read data.
+            if self.rate is not None and self.rate.why is RateReason.START:
+                self.rate = Rate(self._bounded(profile_steps(self._epoch_steps())))
+        return super().wanted_interval(windows)
 
     def committed(self, label: VersionId, agreed_steps: int, version_steps: int = 1) -> bool:
         """Decide whether a committed version goes to storage.

@@ -28,6 +28,7 @@ from pydantic import BaseModel, PositiveInt
 
 from reft.config import ReftConfig
 from reft.control.control import ControlGroup
+from reft.data.position import DataPosition
 from reft.device import find_vendor
 from reft.durable import write_durably
 from reft.errors import PersistError
@@ -135,6 +136,9 @@ class MeasuredEngine(Protocol):
     micro_batches: int
 
     @property
+    def data(self) -> DataPosition | None: ...
+
+    @property
     def global_steps(self) -> int: ...
 
     def shapes(self) -> str: ...
@@ -177,7 +181,8 @@ class IntervalRates:
         peer_errors: PeerErrors,
         from_memory: bool,
     ) -> None:
-        self._config, self._pacer = config, pacer
+        self._config, self._engine, self._pacer = config, engine, pacer
+        self._epoch_steps = 0  # Steps of an epoch, as far as this rank knows; 0 if unknown
         persist, step = config.persist, engine.global_steps
         self._versions = DueSteps(step)
         self.agreed = AgreedRates(
@@ -185,6 +190,7 @@ class IntervalRates:
             self.wanted_persist_interval,
             peer_errors,
             pacer if pacer.chooses_mode else None,
+            lambda: self._epoch_steps,
         )
         self.votes: Votes | None = None
         self.memory: IntervalController | None = None
@@ -199,6 +205,7 @@ class IntervalRates:
                 most_steps=min(bounds) // 2 if bounds else None,
                 fits=dividing(persist.fixed_steps),
                 known=cache.known.memory,
+                epoch_steps=lambda: self.agreed.epoch_steps,
                 on_change=partial(cache.note, "memory"),
             )
         if persist.adapts:
@@ -211,12 +218,16 @@ class IntervalRates:
                     job_dir, topology, tolerance(), persist.node_mtbf_days, persist.survival
                 ),
                 known=cache.known.storage,
+                epoch_steps=lambda: self.agreed.epoch_steps,
                 on_change=partial(cache.note, "storage"),
             )
 
     def step(self, step: int, secs: float) -> None:
         """Record that a step has ended, ``secs`` after the previous one. Called by the training
         thread."""
+        data = self._engine.data
+        if not self._epoch_steps and data is not None:
+            self._epoch_steps = data.epoch_batches() // self._engine.micro_batches
         for rate in (self.memory, self.storage):
             if rate is not None:
                 rate.step(step, secs)

@@ -398,20 +398,27 @@ def choose_decoders(
         keys.update(dict.fromkeys(key for b in blocks for key, _ in b.terms))
         fetches = []
         for key in keys:
-            kind, nodes = _best_source(sources.stored[key], topology.node_of(at))
+            kind, nodes = _best_source(sources.stored[key], topology.node_of(at), topology)
             fetches.append(_fetch(sources.stored[key], group, kind, nodes[0]))
         if blocks:
             rebuilds[at] = Rebuild(tuple(blocks), image_bytes, layout, tuple(fetches))
     return rebuilds
 
 
-def _best_source(block: SourceBlock, node: str) -> tuple[SourceKind, tuple[str, ...]]:
-    """Return the preferred kind of source for a rank on ``node``, and the nodes that have it."""
+def _best_source(
+    block: SourceBlock, node: str, topology: Topology
+) -> tuple[SourceKind, tuple[str, ...]]:
+    """Return the preferred kind of source for a rank on ``node``, and the nodes that have it.
+
+    A copy in the same rack is preferred to the owner in another rack, because the links between
+    racks are shared by many nodes.
+    """
     if node in block.nodes:
         return SourceKind.LOCAL, (node,)
-    if block.owner_nodes:
-        return SourceKind.PEER, block.owner_nodes
-    return SourceKind.COPY, tuple(sorted(block.nodes))
+    near = topology.nearest(node, block.nodes)
+    if owners := tuple(owner for owner in block.owner_nodes if owner in near):
+        return SourceKind.PEER, owners
+    return SourceKind.COPY, tuple(sorted(near))
 
 
 def plan_fetches(
@@ -419,9 +426,9 @@ def plan_fetches(
 ) -> dict[Coordinate, tuple[Fetch, ...]]:
     """Choose one source for each block that a rank needs.
 
-    Among equally good sources, the one is chosen whose node has been assigned the fewest bytes to
-    send so far. Blocks with few candidates are assigned first; the others can then even out the
-    load.
+    A block comes from the rank's own node if possible, otherwise from the same rack. Among equally
+    good sources, the one is chosen whose node has been assigned the fewest bytes to send so far.
+    Blocks with few candidates are assigned first; the others can then even out the load.
 
     Args:
         group: (pp, tp) of the sharding group.
@@ -448,7 +455,7 @@ def plan_fetches(
         slots: list[Fetch | None] = [None] * len(blocks)
         chosen[coordinate] = slots
         for at, block in enumerate(blocks):
-            kind, nodes = _best_source(block, node)
+            kind, nodes = _best_source(block, node, topology)
             if len(nodes) > 1:
                 open_choices.append((len(nodes), coordinate, at, block, kind, nodes))
                 continue

@@ -263,6 +263,29 @@ def test_p8_a_version_is_restored_before_the_script_makes_its_loader(begin: Any,
     assert life.seen == wanted[stop:]
 
 
+def test_an_epoch_is_as_long_as_the_loader_that_training_reads() -> None:
+    dataset = TensorDataset(torch.arange(24))
+    for loader, batches in (
+        (DataLoader(dataset, 4), 6),
+        (reft.data.loader(range(24), 4, name="epoch"), 6),
+        (DataLoader(Endless(), 2), 0),
+    ):
+        life = Life(Engine())
+        assert life.data.epoch_batches() == 0, "nothing was read yet"
+        iterator = iter(loader)
+        next(iterator)
+        life.data.forward(training=True)
+        assert life.data.epoch_batches() == batches
+        life.data.close()
+    life = Life(Pipeline())
+    repeating = iter(RepeatingLoader(DataLoader(dataset, 4)))
+    life.data.begin_batch(repeating)
+    next(repeating)
+    life.data.end_batch()
+    assert life.data.epoch_batches() == 6
+    life.data.close()
+
+
 def test_p12_the_place_of_another_replica_is_told() -> None:
     data = DataPosition(Engine(), lambda: (1, 2))
     try:

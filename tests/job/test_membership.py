@@ -27,6 +27,7 @@ from reft.job.rendezvous.membership import (
     NodeInfo,
     Role,
     ScaleRequested,
+    SpareLeft,
     StateRead,
     TrainersExited,
     agree,
@@ -200,6 +201,23 @@ def asked_to_leave() -> World:
 def one_is_replaced() -> World:
     world = look(in_order(3), 0)
     return tell(tell(world, 0, ScaleRequested(1, 2, ("n1",), 2)), 0, LeaveNotified((1,), 2))
+
+
+def turns_until_settled(world: World) -> int:
+    for number in range(TURNS):
+        if is_settled(world):
+            return number
+        world = turn(world)
+    raise AssertionError(world)
+
+
+def test_a_node_that_gives_up_its_place_is_replaced_at_once() -> None:
+    world = in_order(3)
+    at = next(i for i, one in enumerate(world.launchers) if one.doing is Doing.TRAINS)
+    killed = world.put(at, doing=Doing.NOTHING)
+    left = tell(look(world, at), at, TrainersExited(f"n{at}"))
+    left = tell(left, at, SpareLeft(f"n{at}")).put(at, doing=Doing.NOTHING)
+    assert turns_until_settled(left) < turns_until_settled(killed)
 
 
 @pytest.mark.parametrize(

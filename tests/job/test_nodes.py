@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -264,3 +266,30 @@ def test_p11_nothing_is_removed_behind_a_link(tmp_path: Path) -> None:
     with pytest.raises(AuthenticationError, match="expected a directory"):
         NodeMemory(tmp_path / "memory", "job", "node0").prepare(bytes(32))
     assert [path.name for path in (home / "job").iterdir()] == [SECRET_FILE]
+
+
+@pytest.mark.integration
+def test_a_node_of_which_the_same_trainer_always_fails_makes_room_for_a_spare(
+    tmp_path: Path,
+) -> None:
+    """Two restarts are allowed: one is used, and the job does not end."""
+    options = ("--nnodes", "2", *QUICK, "--max-restarts", "2")
+    with cluster(
+        tmp_path, "light.py", "broken", "node1", nodes=2, procs_per_node=2, options=options
+    ) as job:
+        job.wait_until(lambda: len(job.events("start")) == 4, 240, "four trainers")
+        job.start_node(2)
+        job.wait_until(lambda: is_spare(job, "node2"), 240, "a node that waits")
+        job.finish()
+        assert job.wait(240) == {0: 0, 1: EX_FENCED, 2: 0}
+        said = job.log(1)
+        assert "local rank 1" in said
+        assert "a device of this node may be broken" in said
+        assert [e["restarts_used"] for e in job.launcher_events("round")] == [0, 0, 1, 1, 1, 1]
+
+
+def is_spare(job: WatchedCluster, node: str) -> bool:
+    """Whether the node waits, by the reports that the first node has read."""
+    path = job.job_dir(0) / "board.json"
+    nodes: list[Any] = json.loads(path.read_text())["nodes"] if path.exists() else []
+    return any(found["node"] == node and found["spare"] for found in nodes)

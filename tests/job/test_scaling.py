@@ -131,6 +131,8 @@ def test_p3_a_job_goes_on_with_fewer_nodes_and_grows_back(
         assert job.wait(240) == {0: 0, 1: 0, 2: 0}
         job.wait_until(job.none_left, 240, "the end of all processes")
         check_losses(job)
+        told = {(e["was"], e["now"]) for e in job.events("resized")}
+        assert told == {(3, 2), (2, 3)}
 
 
 def options(nodes: str, join_secs: int) -> tuple[str, ...]:

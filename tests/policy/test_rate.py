@@ -152,6 +152,15 @@ def test_the_slowest_rank_decides_on_the_mode_of_all(caplog: pytest.LogCaptureFi
     assert not vote((0.02, 0.03), (0.01, 0.001), (0.01, 0.001))
 
 
+def test_ranks_that_read_no_data_learn_the_length_of_an_epoch_from_the_others() -> None:
+    known = [0, 300, 0]
+    ranks = [AgreedRates(lambda: 1, epoch_steps=lambda steps=steps: steps) for steps in known]
+    numbers = tuple(map(max, *(rank.ballot(None, None) for rank in ranks)))
+    for rank in ranks:
+        rank.voted(VoteResult(VersionId(1, 1), True, True, True), numbers)
+    assert [rank.epoch_steps for rank in ranks] == [300, 300, 300]
+
+
 # -- the adaptive rate ------------------------------------------------------------------------------------
 
 

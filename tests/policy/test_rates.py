@@ -306,12 +306,39 @@ class SimulatedJob:
                 self.wrote.append(self.step)
 
 
-def test_first_it_is_measured_without_checkpoints() -> None:
-    """As CheckFreq does: 50 iterations."""
-    job = SimulatedJob()
+@pytest.mark.parametrize(
+    ("epoch_steps", "first"), [(0, 50), (100_000, 50), (4_000, 40), (2_999, 29), (100, 7)]
+)
+def test_first_it_is_measured_without_checkpoints(epoch_steps: int, first: int) -> None:
+    """As CheckFreq does: 1 % of an epoch, at most 50 iterations; at least as many as measure something."""
+    job = SimulatedJob(epoch_steps=lambda: epoch_steps)
     job.run(200)
-    assert job.wrote[0] == 50
+    assert job.wrote[0] == first
     assert job.rate.to_json()["overhead"] is not None
+
+
+def test_in_a_short_epoch_the_profile_of_memory_is_short_too() -> None:
+    def profiled(epoch_steps: int) -> int:
+        ranks = SimulatedRanks(epoch_steps=lambda: epoch_steps)
+        ranks.commit_secs = 5.6  # few versions can be compared in 50 steps
+        while ranks.rates[0].costs is None:
+            ranks.run(1)
+        return ranks.step
+
+    assert profiled(1_000) < profiled(4_000) < profiled(0) <= 60
+
+
+def test_versions_come_back_soon_after_a_load_that_made_writing_slow() -> None:
+    job = SimulatedJob()
+    job.run(600)
+    alone = job.rate.wanted_interval()
+    job.write_secs = 200.0
+    job.run(6000)
+    assert job.rate.wanted_interval() >= 200, "one is written before the next is taken"
+    job.write_secs, written = 4.0, len(job.written)
+    while job.rate.wanted_interval() > 2 * alone:
+        job.run(10)
+        assert len(job.written) - written <= 20
 
 
 def test_the_overhead_is_held_when_another_job_loads_the_disk_simulated() -> None:

@@ -549,6 +549,17 @@ class StoreRendezvous:
                     raise RendezvousTimeoutError
                 state = self._exchange(after)
 
+    def leave(self) -> None:
+        """Give up this node's place at once, so that a waiting node can take it.
+
+        Raises:
+            RendezvousError: the store does not answer.
+        """
+        self._stop_heartbeats()  # A heartbeat would take the place again
+        self._trains = False
+        self.submit(TrainersExited(self.node))
+        self.submit(SpareLeft(self.node))
+
     def note_sizes(self, sizes: Sizes) -> None:
         """Record in the shared state the node counts at which the job can train.
 

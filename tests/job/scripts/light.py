@@ -1,8 +1,9 @@
 """A trainer without torch, for what concerns launcher and signals alone.
 
-ARGS: end | exit CODE | raise | lose | uneven | needs TRAINERS | wait graceful|stubborn|plain
+ARGS: end | exit CODE | raise | lose | uneven | needs TRAINERS | broken NODE | wait graceful|stubborn|plain
 """
 
+import glob
 import json
 import os
 import signal
@@ -30,11 +31,31 @@ def stop(number: int, _: object) -> None:
         sys.exit(128 + number)
 
 
+def train_without(node: str) -> None:
+    """End well in a round without this node. In one with it, its second trainer fails, once the test says so, and
+    takes the others along."""
+    this_round = os.path.join(os.environ["TEST_EVENTS"], os.environ["TORCHELASTIC_RESTART_COUNT"])
+    if os.environ["REFT_NODE_ID"] != node:
+        open(f"{this_round}-trains-{os.environ['RANK']}", "w").close()
+    elif os.environ["LOCAL_RANK"] == "1":
+        while not os.path.exists(os.path.join(os.environ["TEST_EVENTS"], "finish")):
+            time.sleep(0.05)
+        open(f"{this_round}-failed", "w").close()
+        os._exit(1)
+    while len(glob.glob(f"{this_round}-trains-*")) < int(os.environ["WORLD_SIZE"]):
+        if os.path.exists(f"{this_round}-failed"):
+            time.sleep(2.0)  # The launcher sees the other end first
+            raise RuntimeError("[pair.cc:534] Connection closed by peer [10.0.0.1]:1234")
+        time.sleep(0.05)
+
+
 def train() -> None:
     if BEHAVIOUR == "exit":
         sys.exit(int(ARGS[0]))
     if BEHAVIOUR == "raise":
         raise ValueError("a bad sample")
+    if BEHAVIOUR == "broken":
+        train_without(*ARGS)
     if BEHAVIOUR == "uneven":
         ended = os.path.join(
             os.environ["TEST_EVENTS"], "ended-" + os.environ["TORCHELASTIC_RESTART_COUNT"]

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import reft
+
 CONFIG = json.loads(Path(sys.argv[1]).read_text())
 BATCH, MICRO = CONFIG["train_batch_size"], CONFIG["train_micro_batch_size_per_gpu"]
 WIDTH, HIDDEN, PAUSE_SECS = 8, 33, 0.1
@@ -40,6 +42,7 @@ def main() -> None:
     engine = deepspeed.initialize(
         model=model, model_parameters=model.parameters(), config=sys.argv[1]
     )[0]
+    reft.attach(engine, on_resize=lambda was, now: record("resized", was=was.dp, now=now.dp))
     engine.load_checkpoint(str(OUT / "checkpoints"))
     record("begins", step=engine.global_steps)
     while True:
