@@ -246,7 +246,7 @@ def _iterations(jobs: Sequence[Predictions]) -> Iterator[Row]:
         Verdict.AGREES,
         "A lower bound: the model has no costs per chunk.",
     )
-    overhead = _measured("2026-11-21-has-cpu-goal.json")["settings"][0]["variants"]["has"]
+    overhead = _measured("2026-11-29-has-cpu.json")["settings"][0]["variants"]["has"]
     low, high = overhead["overhead"]["ci95"]
     yield Row(
         "REFT, weak scaling",
@@ -413,7 +413,7 @@ def _loading() -> Iterator[Row]:
         Verdict.DIFFERS,
         "Follows from the two rows above.",
     )
-    restored = _measured("2026-11-22-restore-cpu.json")["ways"]["reft_node_lost"]
+    restored = _measured("2026-11-29-restore-cpu.json")["ways"]["reft_node_lost"]
     yield Row(
         "REFT Fig. 12",
         "a node lost, against DeepSpeed's load from 2.5 Gbps for a rank",
@@ -439,7 +439,7 @@ def _memory() -> Iterator[Row]:
         f"Tried: three unsharded copies of a node's state, {3 * state:.1f} GB; but the paper says "
         "that it is sharded. The loader's cache, which it counts, is not printed.",
     )
-    encoding = _measured("2026-11-21-protect-cpu.json")["results"]
+    encoding = _measured("2026-11-28-protect-cpu.json")["results"]
     rate = next(r for r in encoding if r["what"] == "encode aec")["of_bound"]["median"]
     bounds = [
         MACHINES[name].memory_bytes_per_sec / MACHINES[name].copy_bytes_per_sec

@@ -38,6 +38,7 @@ def make_run(way: str, lives: list[tuple[float, int, int]], *failures: Failure) 
 KILLED = Failure(50.5, "node", 1)
 UNDISTURBED = make_run("undisturbed", [(0.0, 1, 101)])
 REFT = make_run("reft", [(0.0, 1, 51), (60.0, 52, 41)], KILLED)
+AUTO = make_run("reft-auto", [(0.0, 1, 51), (60.0, 48, 41)], KILLED)
 DEEPSPEED = make_run("deepspeed-10", [(0.0, 1, 43), (80.0, 41, 20)], KILLED)
 NONE = make_run("none", [(0.0, 1, 51), (80.0, 1, 21)], KILLED)
 
@@ -79,7 +80,7 @@ def test_a_loss_that_differs_is_counted() -> None:
 
 
 def test_runs_are_read_back_and_drawn(tmp_path: Path) -> None:
-    runs = [UNDISTURBED, REFT, DEEPSPEED, NONE]
+    runs = [UNDISTURBED, REFT, AUTO, DEEPSPEED, NONE]
     again = [Run.from_json(json.dumps(asdict(run))) for run in runs]
     assert again[1].failures == REFT.failures
     assert again[1].losses == REFT.losses
