@@ -164,13 +164,13 @@ def live(root: Path) -> dict[str, Any]:
     }
 
 
-@pytest.mark.process
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("zero", "devices"),
     [
         ("zero2", [[NAME], ["cpu"]]),
-        pytest.param("zero3", [[], [NAME]], marks=pytest.mark.integration),
-        pytest.param("zero3_offloaded", [[], ["cpu", NAME]], marks=pytest.mark.integration),
+        ("zero3", [[], [NAME]]),
+        ("zero3_offloaded", [[], ["cpu", NAME]]),
     ],
 )
 def test_p2_p3_p8_a_job_with_state_on_device_and_host_continues_bit_for_bit(
