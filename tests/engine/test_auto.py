@@ -188,7 +188,7 @@ def test_p1_p9_losses_do_not_depend_on_the_choice_and_the_state_is_known_before(
 @pytest.mark.parametrize(
     ("name", "needed"),
     [
-        ("together", "sit on 1 node(s); put them on at least 2"),
+        ("together", "sit on 1 node(s); use at least 2 nodes"),
         ("tight", "more of host memory on node0 than the 3.0 MiB that reft may use there"),
     ],
 )
